@@ -4,11 +4,17 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from hf_models import (
+    hf_folder,  # noqa: F401 -- a fixture
+    make_model,
+)
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel
+from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.models.adapters import Lora
+from zeroshard.models.hugging_face.config import config_of
 from zeroshard.models.lora import built_with_lora
 from zeroshard.zero import Zero
 
@@ -20,6 +26,7 @@ OURS = {
     "llama tiles": LlamaConfig(**SIZES, n_kv_head=1, ffn_hidden=48, activation_checkpointing="offload", tiles="3"),
     "gpt2 selective": GPT2Config(**SIZES, activation_checkpointing="selective"),
 }
+THEIRS = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt2", "olmo2")
 WAYS = ("plain", "packed", "separated", "lora")
 
 
@@ -35,19 +42,24 @@ def rows():
 
 
 def ours(kind, way):
-    def build():
-        return OURS[kind].build(seed=1)
+    return _built(partial(OURS[kind].build, seed=1), way)
 
+
+def theirs(config, way):
+    return _built(config.build, way)
+
+
+def _built(build, way):
     if way != "lora":
-        model = build()
+        model = build().eval()  # GPT-2 of `transformers` has dropout
         model.eos_id = EOS if way == "separated" else None
         return model
-    model = built_with_lora(build, Lora(rank=2))
+    model = built_with_lora(build, Lora(rank=2, targets=("all-linear",)))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.requires_grad:
                 param.normal_(generator=torch.Generator().manual_seed(len(name))).mul_(0.1)
-    return model
+    return model.eval()
 
 
 def given(way, cut=lambda *tensors: tensors):
@@ -65,11 +77,11 @@ def one_process(build, way):
     return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
 
 
-def shared(comm, build, way, size, stage):
+def shared(comm, models, way, size, stage):
     """One rank's loss of its part, and the averaged gradients: as a trainer weights losses by targets."""
-    model = build(way)
+    model = models[comm.rank]
     sequence = SequenceParallel.of(comm, size)
-    model.share_sequences(sequence)
+    share_sequences(model, sequence)
     zero = Zero(model, stage, comm=comm, units=model.units)
     (tokens, targets), named = given(way, sequence.cut)
     own, total = (targets != IGNORED).sum(), (rows()[1] != IGNORED).sum()
@@ -83,7 +95,8 @@ def shared(comm, build, way, size, stage):
 
 def assert_equal_to_one_process(build, way, size, stage, world=None):
     loss, grads = one_process(build, way)
-    found = run_threads(partial(shared, build=build, way=way, size=size, stage=stage), world or size)
+    models = [build(way) for _ in range(world or size)]
+    found = run_threads(partial(shared, models=models, way=way, size=size, stage=stage), len(models))
     torch.testing.assert_close(sum(each[0] for each in found) / len(found), loss, rtol=2e-6, atol=0)
     for _, theirs in found:
         assert theirs.keys() == grads.keys()
@@ -91,11 +104,30 @@ def assert_equal_to_one_process(build, way, size, stage, world=None):
             torch.testing.assert_close(theirs[name], grad, rtol=2e-5, atol=2e-6, msg=name)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("size", "stage"), [(2, 1), (2, 3), (4, 1), (4, 3)])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", OURS)
 def test_our_models_have_the_loss_and_gradients_of_one_process(kind, size, stage, way):
     assert_equal_to_one_process(BUILDERS[kind], way, size, stage)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("kind", "attention"), [(kind, "auto") for kind in THEIRS] + [("llama", "eager")])
+def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(
+    hf_folder,  # noqa: F811
+    kind,
+    attention,
+    size,
+    stage,
+    way,
+):
+    config = config_of(f"hf:{hf_folder(kind)}", {"attention": attention})
+    assert_equal_to_one_process(partial(theirs, config), way, size, stage)
 
 
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
@@ -145,6 +177,52 @@ def test_while_paused_and_with_a_cache_each_rank_computes_whole_sequences():
 
     for logits in (each for found in run_threads(generate, 2) for each in found):
         torch.testing.assert_close(logits, wanted)
+
+
+def test_a_model_of_transformers_in_a_loop_of_ones_own():
+    """Plain modules, shifted labels, `SequenceParallel.mean`, text while paused; and what would be silently wrong."""
+    models = [make_model("qwen3") for _ in range(3)]
+    ids = torch.randint(3, VOCAB, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    tokens, targets = ids[:, :-1], ids[:, 1:]
+    logits = models[2](input_ids=tokens).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    text = models[2].generate(tokens[:, :4], max_new_tokens=3, do_sample=False)
+
+    def train(comm):
+        model, sequence = models[comm.rank], SequenceParallel.of(comm, 2)
+        share_sequences(model, sequence)
+        own, wanted = sequence.cut(tokens, targets)
+        found = model(input_ids=own, use_cache=False).logits
+        share = sequence.mean(F.cross_entropy(found.flatten(0, 1), wanted.flatten(), reduction="sum"), wanted)
+        for wrong in ({"labels": wanted}, {"use_cache": True}):
+            with pytest.raises(UserError, match=r"labels would be shifted inside|has no cache; generate inside"):
+                model(input_ids=own, **wrong)
+        with sequence.paused():
+            assert torch.equal(model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False), text)
+        return share.detach(), found.detach()
+
+    first, second = run_threads(train, 2)
+    torch.testing.assert_close((first[0] + second[0]) / 2, loss)
+    torch.testing.assert_close(torch.cat([first[1], second[1]], dim=1), logits)
+
+
+def test_models_that_mix_tokens_elsewhere_are_refused():
+    sequence = SequenceParallel(NullCommunicator(2))
+    model = make_model("llama")
+    model.config.layer_types = ["full_attention", "conv"]
+    with pytest.raises(UserError, match=r"sequence_parallel: a LlamaForCausalLM has layers of 'conv', which see other"):
+        share_sequences(model, sequence)
+    model = make_model("llama")
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UserError, match=r"model\.attention: flex_attention is not divided .*choose sdpa or eager"):
+        share_sequences(model, sequence)
+    with pytest.raises(TypeError, match=r"sequences of a Linear cannot be shared here: it is no model of transformers"):
+        share_sequences(torch.nn.Linear(2, 2), sequence)
+    sinks = make_model("gpt_oss", head_dim=4, num_local_experts=2, num_experts_per_tok=1)
+    sinks.set_attn_implementation("eager")
+    share_sequences(sinks, sequence)
+    with pytest.raises(UserError, match=r"the attention of a GptOssAttention computes with s_aux of all heads"):
+        sinks(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
 
 
 def test_what_cannot_be_shared_is_one_line():

@@ -69,6 +69,8 @@ class LanguageModel(nn.Module, ABC):
         takes_positions: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of
             several examples in a row, and keeps attention inside each (`zeroshard.models.document_masks.mask_of`).
         keeps_examples_apart: whether attention is known to stay inside the examples of a row; else a run checks it.
+        shares_sequences: whether ranks that share a sequence are known to compute what one rank would; else a run
+            checks it.
         traces_on_meta: whether forward and backward depend on the device by their kernels alone, so that a trace on the
             meta device shows what they do elsewhere.
         takes_loss_options: whether the model's loss takes the `loss_options`.
@@ -89,6 +91,7 @@ class LanguageModel(nn.Module, ABC):
     operations: ClassVar[tuple[str, ...]]
     takes_positions: ClassVar[bool] = False
     keeps_examples_apart: ClassVar[bool] = False
+    shares_sequences: ClassVar[bool] = False
     traces_on_meta: ClassVar[bool] = False
     takes_loss_options: bool = False
     balances_experts: bool = False

@@ -82,6 +82,7 @@ class Decoder(LanguageModel, Generic[C]):
     takes_positions = True
     takes_loss_options = True
     keeps_examples_apart = True
+    shares_sequences = True
     traces_on_meta = True
 
     def __init__(self, config: C, seed: int = 0, kernels: Choice = "auto") -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache as cached
 from functools import cached_property
@@ -32,9 +32,11 @@ from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
 from zeroshard.models.hugging_face.folder import missing_transformers, weight_folder
 from zeroshard.models.hugging_face.recorded_init import built_without_values
+from zeroshard.models.hugging_face.shared_sequences import share
 from zeroshard.models.hugging_face.weights import FileWeights
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recompute_blocks
+from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import tile_mlps
 
 INNER = "hf."  # prefix of `transformers`' parameter names
@@ -144,12 +146,15 @@ class HuggingFaceModel(LanguageModel):
         given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": cache is not None}
         if isinstance(cache, HuggingFaceCache):
             given[_name_of_cache(type(hf))] = cache.inner
+        sequence = self.shared_sequence
         if positions_BT is None and self.eos_id is not None and cache is None:
-            positions_BT = positions(tokens_BT, self.eos_id)
+            positions_BT = positions(tokens_BT if sequence is None else sequence.gather(tokens_BT), self.eos_id)
+            if sequence is not None:
+                (positions_BT,) = sequence.cut(positions_BT)
         apart = positions_BT is not None
         if apart:
             given["position_ids"] = positions_BT
-        with _one_document(not apart):
+        with _one_document(not apart), nullcontext() if sequence is None or cache is None else sequence.paused():
             if targets_BT is None:
                 output = hf(**given)
             elif self.balances_experts:  # `transformers` adds the load-balancing term to the loss
@@ -164,6 +169,10 @@ class HuggingFaceModel(LanguageModel):
             cache.inner = output[_name_of_cache(type(hf))]
             cache.num_seen += tokens_BT.shape[1]
         return output.logits
+
+    def attach_sequence(self, sequence: SequenceParallel) -> None:
+        """Share sequences through the attention interface of `transformers`."""
+        share(self.hf, sequence)
 
     def new_cache(self) -> KVCache:
         """Return an empty key-value cache."""

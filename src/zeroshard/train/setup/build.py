@@ -64,6 +64,7 @@ from zeroshard.train.setup.offloading import settled
 from zeroshard.train.setup.packing_check import require_apart
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
+from zeroshard.train.setup.sequence_check import require_shared
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.saved_run import saved_run
@@ -159,6 +160,10 @@ def _build_in(
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if config.init_from and resume_from is None:
         load_initial_weights(config.init_from, model, strategy, comm)
+    if model.sequence is not None and resume_from is None and not model.shares_sequences:
+        narrow = config.dtype != "float32"
+        require_shared(strategy.model, model, comm, config.seq_len, device, narrow=narrow)
+        observed.exposed.take_seconds()  # the check's own waits are not the run's
     setting = attention_boundary_setting(config)
     if setting and resume_from is None and not model.keeps_examples_apart:
         sizes = corpus.vocab_size, config.micro_batch_size, config.seq_len // config.sequence_parallel

@@ -1,0 +1,184 @@
+"""Models of `transformers` over ranks that share sequences: through its attention interface, without other changes.
+
+Its models call the attention function that their configuration names, and make their masks by the mask function of that
+name. Ours are registered as ``zeroshard_sdpa`` and ``zeroshard_eager``: the mask is one of whole sequences, and the
+function exchanges tokens for heads around the one that it is named after (`SequenceParallel.around`). Positions are
+those that tokens have in their sequence. A model that mixes tokens elsewhere than in attention is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache as cached
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UserError, shown
+from zeroshard.models.quiet_import import quiet_import
+from zeroshard.models.sequence_parallel import SequenceParallel
+
+KERNELS = ("sdpa", "eager")  # of `transformers`, which see no ranks
+PREFIX = "zeroshard_"
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # kinds of layers
+_SAFE = frozenset({"position_ids", "cache_position"})  # tensors that attention is given and does not compute with
+
+
+class _Forward:
+    """A forward in progress: its ranks, and whole rows of the positions that it has asked for."""
+
+    def __init__(self, sequence: SequenceParallel) -> None:
+        self.sequence = sequence
+        self._whole: list[tuple[Tensor, Tensor]] = []
+
+    def whole(self, part_Bt: Tensor) -> Tensor:
+        """Whole rows [B, T]; the ranks are asked once for each tensor."""
+        for known, found in self._whole:
+            if known.data_ptr() == part_Bt.data_ptr() and known.shape == part_Bt.shape:
+                return found
+        found = self.sequence.gather(part_Bt)
+        self._whole.append((part_Bt, found))
+        return found
+
+
+_forward: ContextVar[_Forward | None] = ContextVar("zeroshard_forward", default=None)
+
+
+def share(hf: nn.Module, sequence: SequenceParallel) -> None:
+    """Have the attention of ``hf``, a model of `transformers`, see the sequences that ``sequence``'s ranks share.
+
+    Raises:
+        UserError: its attention cannot be divided among ranks, or is not all that mixes tokens.
+    """
+    model: Any = hf
+    how = model.config._attn_implementation
+    _require_attention(model, how.removeprefix(PREFIX))
+    sequence.require_heads(model.config.num_attention_heads)
+    _register()
+    if not how.startswith(PREFIX):
+        for module in hf.modules():
+            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+                module.config._attn_implementation_internal = PREFIX + how  # ty: ignore[invalid-assignment]
+        hf.register_forward_pre_hook(_require_shifted, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(_enter, with_kwargs=True)
+        model.base_model.register_forward_hook(_leave, always_call=True)
+    for module in hf.modules():
+        vars(module)["_shared_sequence"] = sequence
+
+
+def _require_attention(model: Any, how: str) -> None:
+    kind = type(model).__name__
+    if how not in KERNELS:
+        what = f"{how} is not divided among ranks that share sequences (sequence_parallel)"
+        raise UserError("model.attention", what, f"choose {' or '.join(KERNELS)}")
+    others = sorted(set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION)
+    modelling = sys.modules[type(model).__module__]
+    why = ""
+    if others:
+        why = f"a {kind} has layers of {', '.join(map(shown, others))}, which see other tokens too"
+    elif not type(model)._supports_attention_backend or not hasattr(modelling, "create_causal_mask"):
+        why = f"a {kind} has an attention of its own"
+    elif "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        why = f"a {kind} takes no positions"
+    if why:
+        raise UserError("sequence_parallel", why, "leave it out, or take another model")
+
+
+def _require_shifted(hf: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse labels that `transformers` would shift inside of a part: its last token's is in the next part."""
+    if named.get("labels") is not None and named.get("shift_labels") is None:
+        sequence: SequenceParallel = hf._shared_sequence  # ty: ignore[invalid-assignment]
+        if not sequence.is_paused:
+            what = "labels would be shifted inside of a rank's part of the sequence"
+            raise UserError("labels", what, "shift them before you cut, and compute the loss of the logits yourself")
+
+
+def _enter(base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell masks of the ranks, and give tokens the positions that they have in whole sequences."""
+    sequence: SequenceParallel = base._shared_sequence  # ty: ignore[invalid-assignment]
+    if sequence.is_paused:
+        _forward.set(None)
+        return args, named
+    _forward.set(_Forward(sequence))
+    if named.get("past_key_values") is not None or named.get("cache") is not None or named.get("use_cache"):
+        what = "a rank's part of a sequence has no cache"
+        raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
+    if named.get("position_ids") is None:
+        tokens = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
+        first = sequence.first(tokens.shape[1])
+        named = {**named, "position_ids": torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]}
+    return args, named
+
+
+def _leave(base: nn.Module, args: Any, output: Any) -> None:
+    _forward.set(None)
+
+
+@cached
+def _register() -> None:
+    """Register attention and mask functions, and have the mask's own functions see positions of whole rows."""
+    masking: Any = quiet_import("transformers.masking_utils")
+    modelling: Any = quiet_import("transformers.modeling_utils")
+    for how in KERNELS:
+        modelling.AttentionInterface.register(PREFIX + how, partial(_attention, how))
+        masking.AttentionMaskInterface.register(PREFIX + how, partial(_mask, masking.AttentionMaskInterface()[how]))
+    finds = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: finds(_whole(position_ids))
+    if hasattr(masking, "packed_sequence_compatibility_function"):  # of later releases
+        fits = masking.packed_sequence_compatibility_function
+        masking.packed_sequence_compatibility_function = lambda function, position_ids, packed: fits(
+            function, _whole(position_ids), packed
+        )
+
+
+def _whole(part_Bt: Tensor) -> Tensor:
+    forward = _forward.get()
+    return part_Bt if forward is None else forward.whole(part_Bt)
+
+
+def _mask(function: Callable[..., Any], *, q_length: int, kv_length: int, **named: Any) -> Any:
+    """The mask of whole sequences."""
+    forward = _forward.get()
+    if forward is not None:
+        q_length, kv_length = q_length * forward.sequence.size, kv_length * forward.sequence.size
+        if named.get("attention_mask") is not None:
+            named["attention_mask"] = forward.whole(named["attention_mask"].to(torch.uint8)).bool()
+    return function(q_length=q_length, kv_length=kv_length, **named)
+
+
+class _Grouped:
+    """An attention module as its function sees it, with other groups of queries."""
+
+    def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
+        self._module, self.num_key_value_groups = module, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attention(
+    how: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The function ``how`` of `transformers` around the exchange; [B, t, H, D], and no weights."""
+    modelling: Any = sys.modules["transformers.modeling_utils"]
+    own = sys.modules[type(module).__module__]
+    function: Any = modelling.ALL_ATTENTION_FUNCTIONS[how] if how != "eager" else own.eager_attention_forward
+    sequence: SequenceParallel = module._shared_sequence
+    if sequence.is_paused:
+        return function(module, query, key, value, attention_mask, **named)
+    others = [name for name, each in named.items() if isinstance(each, Tensor) and name not in _SAFE]
+    if others:
+        what = f"the attention of a {type(module).__name__} computes with {', '.join(others)} of all heads"
+        raise UserError("sequence_parallel", what, "leave it out, or take another model")
+    copies = sequence.copies(key.shape[1])
+    grouped = module if copies == 1 else _Grouped(module, module.num_key_value_groups // copies)
+
+    def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return function(grouped, query, key, value, attention_mask, **named)[0]
+
+    return sequence.around(whole, query, key, value), None
