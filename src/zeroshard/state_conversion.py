@@ -64,8 +64,8 @@ class _Form:
 
 def _form(saved: Iterable[str], kept: Iterable[str], block: int) -> _Form:
     saved, kept = frozenset(saved), frozenset(kept)
-    decode = {kind for kind in ROOT_CODED if kind in kept - saved and kind + CODES in saved}
-    encode = {kind for kind in ROOT_CODED if kind in saved - kept and kind + CODES in kept}
+    decode = {kind for kind in ROOT_CODED if kind in kept - saved and kind + CODES in saved - kept}
+    encode = {kind for kind in ROOT_CODED if kind in saved - kept and kind + CODES in kept - saved}
     of_flash = "exp_avg" + CODES  # a foreign class may have another state that is called correction
     joins = {CORRECTION, of_flash} <= saved and bool(kept) and CORRECTION not in kept
     splits = {CORRECTION, of_flash} <= kept and CORRECTION not in saved

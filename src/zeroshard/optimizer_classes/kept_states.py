@@ -144,10 +144,11 @@ class KeptStates:
         raise error
 
     def kinds(self, param: ParamFacts) -> frozenset[str]:
-        """Return the states that the optimizer keeps for ``param``; empty if the class cannot be tried."""
-        trial = self._trial(_SIZES[: len(param.shape)], param.dtype, param.device) if param.kept_whole else None
-        trial = trial or self._trial(_SIZES[:1], param.dtype, param.device)
-        return frozenset() if trial is None else frozenset(trial.ever)
+        """Return the states that may be loaded for ``param``, in any of its forms; empty if the class is not tried."""
+        trial = self._trial(_SIZES[: len(param.shape)] if param.kept_whole else _SIZES[:1], param.dtype, param.device)
+        if trial is None:
+            return frozenset()
+        return frozenset({**trial.ever, **(param.kept_as(trial.ever) if param.kept_as else {})})
 
     def require_none(self, params: Iterable[ParamFacts]) -> None:
         """Raise UserError if the class keeps states, and none were saved because another class was."""
