@@ -1,3 +1,6 @@
+import gc
+import weakref
+from contextlib import nullcontext
 from itertools import takewhile
 
 import pytest
@@ -5,10 +8,12 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
+from zeroshard.lab.predict import model_trace
 from zeroshard.lab.predict.model_spans import repeat_blocks
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.models.llama import MLP
 from zeroshard.zero import MixedPrecision
 
 FP32, BF16 = MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16)
@@ -21,8 +26,8 @@ def _model(name="llama-tiny", lora=None, **overrides):
         return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides}, lora=lora)
 
 
-def _whole(model, micro_batch, precision, device_type="cpu"):
-    inputs = tokens_and_targets(SEQ_LEN)
+def _whole(model, micro_batch, precision, device_type="cpu", seq_len=SEQ_LEN):
+    inputs = tokens_and_targets(seq_len)
     return trace_model(model, micro_batch, model.units, inputs, precision, device_type=device_type)
 
 
@@ -48,12 +53,26 @@ def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, kernels, 
         ("llama-tiny", "none", "cuda", 5),
         ("llama-tiny", "full", "cpu", 5),
         ("llama-tiny", "every:2", "cpu", 8),
+        ("llama-tiny", "offload", "cpu", 8),
+        ("llama-tiny", "offload", "cuda", 9),
     ],
 )
 def test_a_few_blocks_tell_all_of_a_deep_model(name, recomputed, device_type, num_layers):
     model = _model(name, activation_checkpointing=recomputed, n_layer=num_layers)
     few = trace_language_model(model, 2, SEQ_LEN, BF16, device_type=device_type)
     assert few == _whole(model, 2, BF16, device_type)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_few_tiles_tell_all_of_many(device_type, monkeypatch):
+    model = _model("llama-tiny", n_layer=2, activation_checkpointing="offload", tiles="7")  # 4 of 3 tokens, 3 of 2
+    runs = []
+    monkeypatch.setattr(MLP, "forward", lambda self, x, run=MLP.forward: runs.append(x.shape[1]) or run(self, x))
+    few = _whole(model, 2, BF16, device_type, seq_len=18)
+    assert runs == [3, 3, 3, 2, 2, 2] * 4
+    monkeypatch.setattr(model_trace, "alike_tiles", lambda log: nullcontext())
+    assert few == _whole(model, 2, BF16, device_type, seq_len=18)
+    assert len(runs) == 4 * (6 + 7)
 
 
 def test_a_few_blocks_tell_all_of_a_deep_model_whose_embedding_is_frozen():
@@ -106,6 +125,25 @@ def test_flops_are_those_of_the_formula_but_for_the_mask(name):
     computed = sum(work.flops for span in _whole(model, 2, FP32).spans for work in span.work) / (2 * SEQ_LEN)
     attention = 12 * 3 * 32 * SEQ_LEN
     assert computed == pytest.approx(model.num_flops_per_token(SEQ_LEN) - attention + attention * 7 / 12, rel=0.05)
+
+
+def test_nothing_of_the_model_is_alive_after_its_trace():
+    alive = weakref.WeakSet()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_trace._Log, "__init__", _noting(alive))
+        _whole(_model(activation_checkpointing="full"), 2, FP32)
+    gc.collect()
+    assert not alive
+
+
+def _noting(alive):
+    init = model_trace._Log.__init__
+
+    def noted(self, specs, *args, **kwargs):
+        alive.update(spec.module for spec in specs)
+        init(self, specs, *args, **kwargs)
+
+    return noted
 
 
 def test_the_model_stays_as_it_was():

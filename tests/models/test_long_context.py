@@ -249,12 +249,21 @@ def test_tiles_add_gradients_of_narrow_weights_in_fp32():
     assert weight.grad == 1024  # in bf16 the sum ends at 256
 
 
+def test_the_number_of_tiles_is_that_of_a_token_s_numbers_however_they_are_shaped(build, batch):
+    calls = []
+    model = build(replace(DEEP, activation_checkpointing="full", tiles="auto"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "num_tiles", lambda *given: calls.append(given) or 1)
+        model(*batch)
+    assert set(calls) == {("auto", 10, DEEP.n_embd, 3 * DEEP.ffn_width)}
+
+
 def test_numbers_of_tiles_and_their_borders():
-    assert num_tiles("auto", 8192, 64, 512) == 8
+    assert num_tiles("auto", 8192, 64, 512) == 16
     assert num_tiles("auto", 700, 64, 512) == 2  # of at least 256 tokens
     assert num_tiles("auto", 100, 64, 512) == 1
     assert num_tiles("7", 5, 64, 512) == 5
-    assert bounds(10, 4) == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert bounds(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +41,71 @@ def num_tiles(how: str, num_tokens: int, width: int, middle: int) -> int:
     """Return into how many tiles ``num_tokens`` tokens of a sequence are cut.
 
     Args:
-        how: auto: as many as make a tile's middle as large as the layer's input, of at least `LEAST_TOKENS` tokens.
+        how: auto: as many as make a tile's middle and its gradients as large as the layer's input, of at least
+            `LEAST_TOKENS` tokens.
         num_tokens: T.
         width: numbers of a token that enter the layer.
         middle: numbers of a token that exist inside of it, at once.
     """
-    wanted = min(-(-middle // width), num_tokens // LEAST_TOKENS) if how == "auto" else int(how)
+    wanted = min(-(-2 * middle // width), num_tokens // LEAST_TOKENS) if how == "auto" else int(how)
     return max(1, min(wanted, num_tokens))
 
 
 def bounds(num_tokens: int, num: int) -> list[tuple[int, int]]:
-    """Return where each of ``num`` tiles of a sequence begins and ends; lengths differ by at most one token."""
-    ends = [num_tokens * tile // num for tile in range(num + 1)]
+    """Return where each of ``num`` tiles of a sequence begins and ends; the first may be longer by a token."""
+    least, longer = divmod(num_tokens, num)
+    ends = [tile * least + min(tile, longer) for tile in range(num + 1)]
     return list(pairwise(ends))
+
+
+class Log(Protocol):
+    """Writes down what operations do, and takes one tile for others that are alike; see `alike_tiles`."""
+
+    def here(self) -> int:
+        """Return how much is written so far."""
+        ...
+
+    def repeat(self, since: int, times: int) -> bool:
+        """Write what was written from ``since`` on so many times more; return False if it does not repeat."""
+        ...
+
+
+_log: ContextVar[Log | None] = ContextVar("log", default=None)
+
+
+@contextmanager
+def alike_tiles(log: Log) -> Generator[None]:
+    """In this block, on this thread, run one of many alike tiles and have ``log`` repeat it: tensors have no values.
+
+    The first tile makes what later ones add to, and the second frees what the first one has left. So a tile is alike
+    from the third on, if it and the two before it have one length.
+    """
+    token = _log.set(log)
+    try:
+        yield
+    finally:
+        _log.reset(token)
+
+
+def _turns(num_tokens: int, num: int) -> Generator[tuple[int, int]]:
+    """Yield `bounds`, in `alike_tiles` only those of tiles that no other one is taken for."""
+    tiles, log, place = bounds(num_tokens, num), _log.get(), 0
+    while place < len(tiles):
+        since = 0 if log is None else log.here()
+        yield tiles[place]
+        place += 1
+        if log is None or place < 3:
+            continue
+        length, again = _length(tiles[place - 1]), place
+        if length == _length(tiles[place - 2]) == _length(tiles[place - 3]):
+            while again < len(tiles) and _length(tiles[again]) == length:
+                again += 1
+        if again > place and log.repeat(since, again - place):
+            place = again
+
+
+def _length(tile: tuple[int, int]) -> int:
+    return tile[1] - tile[0]
 
 
 def tiled(
@@ -84,7 +137,7 @@ def tiled(
 
 def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
-    for start, end in bounds(inputs[0].shape[1], num):
+    for start, end in _turns(inputs[0].shape[1], num):
         part = function(*(each[:, start:end].detach() for each in inputs))
         if out is None:
             out = part.new_empty(part.shape[0], inputs[0].shape[1], *part.shape[2:])
@@ -167,7 +220,7 @@ class _Tiles(torch.autograd.Function):
         ]
         sums: list[Tensor | None] = [None] * len(trained)
         with tiling.same_random_numbers():
-            for start, end in bounds(inputs[0].shape[1], tiling.num):
+            for start, end in _turns(inputs[0].shape[1], tiling.num):
                 parts = [
                     each[:, start:end].detach().requires_grad_(needs)
                     for each, needs in zip(inputs, wanted, strict=False)
@@ -228,10 +281,11 @@ class Tiler:
         self.how, self.middle, self.random = how, middle, random
 
     def __call__(self, modules: Sequence[nn.Module], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return ``function(*inputs)``, of inputs [B, T, C] and the parameters of these modules."""
+        """Return ``function(*inputs)``, of inputs [B, T, ...] and the parameters of these modules."""
         if self.how == "none":
             return function(*inputs)
-        num = num_tiles(self.how, inputs[0].shape[1], inputs[0].shape[-1], self.middle)
+        rows, num_tokens = inputs[0].shape[:2]
+        num = num_tiles(self.how, num_tokens, inputs[0].numel() // (rows * num_tokens), self.middle)
         params = [param for module in modules for param in module.parameters()]
         return tiled(function, params, num, *inputs, random=self.random and modules[0].training)
 

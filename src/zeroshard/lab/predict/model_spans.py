@@ -1,7 +1,8 @@
 """Data types of a traced micro-batch: allocations and operations between two events that hooks report to the engine.
 
 [Note: Alike blocks]
-    Blocks of one kind do the same between the same events, except for the first and the last block. So a deep model is
+    Blocks of one kind do the same between the same events, except for the first and the last block, or two or
+    three of each if a block's input leaves while later ones run. So a deep model is
     traced with few blocks, two neighbours in the middle are compared span by span, and one of them is repeated. If they
     differ, the model is traced at its full depth.
 """
@@ -66,30 +67,33 @@ class Trace:
     tokens: int  # elements of the first argument if they are integers, else its rows
 
 
-def repeat_blocks(trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0) -> Trace | None:
+def repeat_blocks(
+    trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0, edge: int = 1
+) -> Trace | None:
     """Extend the ``trace`` of few blocks to ``num_blocks``; None if the blocks in the middle are not alike.
 
     Args:
-        trace: a trace of 2 ``period`` + 2 blocks or more.
+        trace: a trace of 2 ``period`` + 2 ``edge`` blocks or more.
         num_blocks: number of blocks of the result: those of ``trace`` plus a multiple of ``period``.
         period: distance between two blocks that are alike.
         before, after: numbers of units that run before and after the blocks, such as an embedding and a head.
+        edge: number of blocks at either end that may be others than those in the middle.
     """
     few = len(trace.units)
     extra = num_blocks - (few - before - after)
     num_units = few + extra
-    assert few - before - after >= 2 * period + 2
+    assert few - before - after >= 2 * (period + edge)
     assert extra >= 0
     assert extra % period == 0
     forward, backward, head = _by_unit(trace.spans)
-    middle = range(before + 1, before + 1 + period)
+    middle = range(before + edge, before + edge + period)
     for unit in middle:
         for spans in (forward, backward):
             if _moved(spans.get(unit, ()), period) != spans.get(unit + period, []):  # no gradient may reach blocks
                 return None
     # The repeated blocks are inserted after the middle ones, so the units that came after these move up.
     again = (middle[i % period] for i in range(extra))
-    old = [*range(before + 1), *middle, *again, *range(before + 1 + period, few)]
+    old = [*range(before + edge), *middle, *again, *range(before + edge + period, few)]
     assert len(old) == num_units
     spans = list(head)
     for place, unit in enumerate(old):

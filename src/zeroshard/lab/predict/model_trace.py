@@ -42,6 +42,7 @@ from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, wo
 from zeroshard.models import LanguageModel, SequenceParallel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.presets import nearest_preset
+from zeroshard.models.tiles import alike_tiles
 from zeroshard.torch_internals import in_backward
 from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision
@@ -91,14 +92,17 @@ def trace_language_model(
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
     batch = micro_batch, seq_len, sequence_parallel
     of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
-    num_blocks, period = len(model.blocks), _period(model.config.activation_checkpointing)
-    few = 2 * period + 2
+    num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
+    period, edge = _period(recomputed), 1
+    if recomputed == "offload":  # an input leaves while the next block runs, on a GPU while the one after it does
+        edge = 2 if device_type == "cpu" else 3
+    few = 2 * (period + edge)
     few += (num_blocks - few) % period
     deeper = None
     if num_blocks > few and have_the_same(model.blocks):
         before = units.index(model.blocks[0])
         after = len(units) - num_blocks - before
-        deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after)
+        deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after, edge=edge)
     return of_depth(num_blocks) if deeper is None else deeper
 
 
@@ -223,7 +227,7 @@ def _trace(
         log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
-        with _kernels_of(device_type, log), recorder:
+        with _kernels_of(device_type, log), alike_tiles(log), recorder:
             try:
                 with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
                     output = fake(*given)
@@ -241,6 +245,7 @@ def _trace(
                 raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
             loss.backward()
             del loss
+        log.close()
     tokens = arguments[0].shape[0] if arguments[0].is_floating_point() else arguments[0].numel()
     num_bytes = sum(leaf.untyped_storage().nbytes() for leaf in (*arguments, *model.buffers()))
     return Trace(log.order(), tuple(log.spans()), num_bytes, tokens)
@@ -324,11 +329,18 @@ class _Log:
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
         self.forward = ForwardRun(0)
+        self._takers: list[Any] = []
         for unit in self._units:
             ModuleHooks(unit, cast("Any", self)).attach()
             for name, param in unit.params:
                 if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(self._taker(unit, name.removeprefix(f"{unit.name}.")))
+                    take = self._taker(unit, name.removeprefix(f"{unit.name}."))
+                    self._takers.append(param.register_post_accumulate_grad_hook(take))
+
+    def close(self) -> None:
+        """Remove hooks of gradients: Python's collector does not find cycles through them, and the model would stay."""
+        for taker in self._takers:
+            taker.remove()
 
     def order(self) -> tuple[str, ...]:
         """Names of units in order of execution; units that did not run come last."""
@@ -362,6 +374,36 @@ class _Log:
         """Record an all-to-all, for which the model waits."""
         self._entries.append(Event("exchange", num_bytes=num_bytes, num_ranks=num_ranks))
         return DONE
+
+    def here(self) -> int:
+        """The number of entries so far."""
+        return len(self._entries)
+
+    def repeat(self, since: int, times: int) -> bool:
+        """Repeat the entries from ``since`` on; whether that is what ``times`` more tiles would do.
+
+        A tile frees what the one before it has left, and leaves as much for the next one: in a repetition the same
+        storage is freed and allocated again.
+        """
+        entries = self._entries[since:]
+        left: dict[int, int] = {}  # bytes of storages that these entries allocate and do not free
+        old: dict[int, int] = {}  # and of those that they free and have not allocated
+        for entry in entries:
+            if isinstance(entry, Event | Operation):
+                return False
+            if isinstance(entry, tuple):
+                storage, change = entry
+                if change > 0:
+                    left[storage] = change
+                elif left.pop(storage, 0) == 0:
+                    old[storage] = -change
+        if sorted(left.values()) != sorted(old.values()):
+            return False
+        by_size = [sorted(each, key=lambda storage, each=each: each[storage]) for each in (old, left)]
+        now = dict(zip(*by_size, strict=True))
+        repeated = [(now.get(each[0], each[0]), each[1]) if isinstance(each, tuple) else each for each in entries]
+        self._entries += repeated * times
+        return True
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """Record one of our kernels: it reads and writes each of its tensors once, except for the projected loss."""
