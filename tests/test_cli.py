@@ -104,10 +104,61 @@ def test_a_file_in_the_place_of_the_folder_to_write_is_named_and_a_full_disk_is_
     assert capsys.readouterr().err.startswith("error: out: it was not written (No space left on device); free space")
 
 
-def test_a_word_that_belongs_after_a_command_is_told_where(refusal):
-    assert refusal("verify") == "error: verify: there is no such command; write `zeroshard checkpoint verify`"
-    assert refusal("completion", "powershell").endswith("; choose one of bash, zsh, fish")
-    assert refusal("completion").startswith("error: shell: is missing; write ")
+# Words, and how the line begins that refuses them.
+REFUSED = """
+verify | verify: there is no such command; write `zeroshard checkpoint verify`
+completion | shell: is missing; write `zeroshard completion bash`, zsh or fish
+completion powershell | shell: there is no completion for 'powershell'; choose one of bash, zsh, fish
+completion bash zsh | shell: 2 are given where 1 is wanted; write `zeroshard completion bash`, zsh or fish
+train --seq-lenn 4 | --seq-lenn: there is no such flag; did you mean --seq-len?
+train --max-tokens 4 | --max-tokens: there is no such flag; did you mean --data.max-tokens?
+train --stratgy zero2 | --stratgy: there is no such flag; did you mean --strategy?
+plan --gpsu 8 | --gpsu: there is no such flag; did you mean --gpus?
+trian | trian: there is no such command; did you mean train?
+train fast | fast: belongs to no flag; write --FLAG VALUE, see --help
+train --lr | --lr: has no value; write --lr VALUE
+train --lr --seed 1 | --lr: has no value; write --lr VALUE
+train --no-compile=yes | --no-compile: takes no value; write --no-compile alone
+generate none | run: there is no folder none; give a run folder, as runs/NAME
+generate | run: is missing; give a value
+generate --run x | --run: there is no such flag; see --help
+doctor now | now: `zeroshard doctor` does not know it; ask for --optimizers, or nothing
+doctor --optimizers Muon | --optimizers: 'Muon' is not of the form module:Class; write for example torch.optim:Muon
+doctor --optimizers :AdamW | --optimizers: ':AdamW' is not of the form module:Class; write for example torch.optim:Muon
+doctor --optimizers no.such:Thing | --optimizers: no.such cannot be imported (ModuleNotFoundError: No module named
+doctor --optimizers torch.nn:Linear | --optimizers: torch.nn has no optimizer class 'Linear'; name a subclass of
+doctor --optimizers torch.optim:AdamX | --optimizers: torch.optim has no optimizer class 'AdamX'; name a subclass of
+bench speed | speed: there is no such bench; choose one of step, device
+bench step --round 2 | --round: there is no such flag; did you mean --rounds?
+bench step --nproc 1 --contestants ddp | contestants: ddp needs several ranks; use plain, or --nproc 2
+bench step --contestants zero9 | contestants: 'zero9' is unknown; write plain, ddp, zero2, zero2@ring, or
+bench step --json /proc/nowhere/x.json | /proc/nowhere/x.json: cannot be written (No such file or directory); name
+bench device --out /proc/nowhere/x.json | /proc/nowhere/x.json: cannot be written (No such file or directory); name
+checkpoint | checkpoint: what to do is missing; add one of ls, show, verify, diff
+checkpoint verfy x | verfy: `zeroshard checkpoint` does not know it; did you mean verify?
+checkpoint ls | checkpoint ls: 0 paths are given where 1 is wanted; write zeroshard checkpoint ls PATH
+checkpoint diff x | checkpoint diff: 1 path is given where 2 are wanted; write zeroshard checkpoint diff PATH PATH
+checkpoint show --all | --all: `zeroshard checkpoint show` takes no flags; leave it out
+checkpoint show /nowhere | /nowhere: there is no such folder; give a run folder or a checkpoint
+report --to trackiO | to: 'trackiO' is not a tracker; did you mean trackio?
+report --to trackio --out x | out: runs that are sent are not written; leave out one of --out and --to
+report nowhere --to tensorboard | runs: nowhere is not a folder; give the folder of a run or of a sweep
+import-config | import-config: the name of the other program is missing; choose one of nanogpt, deepspeed
+import-config nanogp | import-config: 'nanogp' cannot be imported; did you mean nanogpt?
+import-config nanogpt --batchsize=1 | batchsize: nanoGPT has no such setting; did you mean batch_size?
+import-config nanogpt --batch_size | --batch_size: has no value; write --batch_size=VALUE, as nanoGPT takes it
+import-config nanogpt nowhere.py | nowhere.py: cannot be read (No such file or directory); give one of nanoGPT's
+import-config nanogpt --n_head=7 | model.n_head: 7 heads do not divide a width of 768; choose n_head so that n_embd is
+import-config deepspeed | import-config: deepspeed takes one file; write import-config deepspeed FILE.json
+import-config deepspeed nowhere.json | nowhere.json: cannot be read (No such file or directory); give DeepSpeed's JSON
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_words_that_cannot_be_are_refused_in_a_line(row, refusal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words, line = row.split(" | ")
+    assert refusal(*words.split()).startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.config])
@@ -158,6 +209,7 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
     [
         ("checkpoint", "verify"),
         ("checkpoint", "ls", "runs/x"),
+        ("doctor",),
         ("report", "runs/x"),
         ("bench",),
         ("completion", "bash"),
@@ -184,22 +236,6 @@ def test_flags_reach_the_run(trained):
     assert (config.model.name, config.model.bias) == ("llama-tiny", False)
     assert (config.data.source, config.data.path) == ("text", ("a", "b"))
     assert (config.seq_len, config.fused, config.lr) == (64, False, 3e-4)
-
-
-def test_unknown_words_are_refused_and_the_nearest_known_one_is_named(refusal):
-    assert refusal("train", "--seq-lenn", "4").endswith("did you mean --seq-len?")
-    assert refusal("train", "--max-tokens", "4").endswith("did you mean --data.max-tokens?")
-    assert refusal("train", "--stratgy", "zero2").endswith("did you mean --strategy?")
-    assert refusal("plan", "--gpsu", "8").endswith("did you mean --gpus?")
-    assert refusal("trian").endswith("did you mean train?")
-    assert refusal("train", "fast").startswith("error: fast: belongs to no flag")
-    assert refusal("doctor", "now").startswith("error: now: `zeroshard doctor` does not know it")
-
-
-def test_a_flag_without_its_value_is_refused(refusal):
-    assert refusal("train", "--lr").startswith("error: --lr: has no value")
-    assert refusal("train", "--lr", "--seed", "1").startswith("error: --lr: has no value")
-    assert refusal("train", "--no-compile=yes").startswith("error: --no-compile: takes no value")
 
 
 def test_a_file_that_does_not_parse_or_holds_an_unknown_key_is_refused(refusal, tmp_path):
@@ -252,12 +288,6 @@ def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
         assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_generate_takes_its_run_by_position(refusal, tmp_path):
-    assert refusal("generate", str(tmp_path / "none")).startswith("error: run: ")
-    assert refusal("generate").startswith("error: run: is missing")
-    assert refusal("generate", "--run", "x").startswith("error: --run: there is no such flag")
-
-
 def test_doctor_reports_versions_and_what_would_be_used(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert main(["doctor"]) == 0
@@ -289,20 +319,6 @@ def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
         assert command == [verb, out]
         assert main(command) == 0
         capsys.readouterr()
-
-
-def test_doctor_tells_of_optimizers_that_were_asked_for(capsys):
-    assert main(["doctor", "--optimizers"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^LBFGS +closure-driven +refused +it calls the closure again .*", told, re.MULTILINE)
-
-
-def test_doctor_refuses_what_is_no_optimizer_in_a_line(capsys, refusal):
-    assert refusal("doctor", "--optimizers", "Muon").startswith("error: --optimizers: 'Muon' is not of the form")
-    assert refusal("doctor", "--optimizers", "no.such:Thing").startswith("error: --optimizers: no.such cannot be")
-    assert refusal("doctor", "--optimizers", "torch:nn").startswith("error: --optimizers: torch has no optimizer")
-    assert main(["doctor", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: zeroshard doctor [--optimizers [module:Class ...]]\n")
 
 
 def test_ctrl_c_ends_all_ranks_after_a_checkpoint_and_says_how_to_continue(tmp_path):

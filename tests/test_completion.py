@@ -65,11 +65,3 @@ def test_every_flag_is_known_to_every_shell(written):
         for verb in VERBS.values():
             for flag in flags_of(verb.config, SHORTHANDS, verb.positionals) if verb.config else ():
                 assert (f"-l {flag[2:]} " if shell == "fish" else flag) in text
-
-
-@pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
-def test_another_shell_is_refused_in_a_line(words, capsys):
-    assert main(["completion", *words]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: shell: ")
-    assert err.count("\n") == 1

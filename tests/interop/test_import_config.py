@@ -108,24 +108,6 @@ def test_what_may_set_a_setting_and_is_not_read_is_refused(tmp_path, text, line)
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["nanogp"], r"import-config: 'nanogp' cannot be imported; did you mean nanogpt"),
-        ([], r"import-config: the name of the other program is missing; choose one of nanogpt, deepspeed"),
-        (["nanogpt", "--batchsize=1"], r"batchsize: nanoGPT has no such setting; did you mean batch_size"),
-        (["nanogpt", "--batch_size"], r"--batch_size: has no value; write --batch_size=VALUE"),
-        (["nanogpt", "nowhere.py"], r"nowhere\.py: cannot be read \(No such file"),
-        (["nanogpt", "--n_head=7"], r"model\.n_head: 7 heads do not divide a width of 768"),
-        (["deepspeed", "nowhere.json"], r"nowhere\.json: cannot be read"),
-        (["deepspeed"], r"import-config: deepspeed takes one file"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(words, line):
-    with pytest.raises(UserError, match=line):
-        run_import_config(words)
-
-
-@pytest.mark.parametrize(
     ("theirs", "line"),
     [
         ([], "is not a JSON object"),

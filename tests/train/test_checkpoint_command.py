@@ -147,21 +147,6 @@ def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_pat
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ([], "checkpoint: what to do is missing; add one of ls, show, verify, diff"),
-        (["verfy", "x"], "verfy: `zeroshard checkpoint` does not know it; did you mean verify"),
-        (["ls"], "checkpoint ls: 0 paths are given where 1 is wanted; write zeroshard checkpoint ls PATH"),
-        (["diff", "x"], "checkpoint diff: 1 path is given where 2 are wanted"),
-        (["show", "--all"], "--all: `zeroshard checkpoint show` takes no flags"),
-        (["show", "/nowhere"], "/nowhere: there is no such folder"),
-    ],
-)
-def test_wrong_words_are_one_line(refusal, words, line):
-    assert line in refusal("checkpoint", *words)
-
-
 def test_a_folder_without_a_checkpoint_is_one_line(tmp_path, refusal):
     for word in ("show", "verify"):
         assert "is not a complete checkpoint" in refusal("checkpoint", word, tmp_path)

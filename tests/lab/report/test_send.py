@@ -59,20 +59,6 @@ def test_runs_that_were_not_tracked_are_sent_once_and_those_of_a_sweep_as_a_grou
     assert len(trackio.runs) == 5
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--to", "trackiO"], "to: 'trackiO' is not a tracker; did you mean trackio?"),
-        (["--to", "trackio", "--out", "x"], "out: runs that are sent are not written; leave out one of --out and --to"),
-        (["nowhere", "--to", "tensorboard"], "runs: nowhere is not a folder; give the folder of a run or of a sweep"),
-    ],
-)
-def test_what_cannot_be_sent_is_one_line(tmp_path, monkeypatch, capsys, words, line):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *words]) == 2
-    assert capsys.readouterr().err == f"error: {line}\n"
-
-
 def test_a_tracker_that_is_not_installed_is_named_by_the_flag_of_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["report", str(tmp_path), "--to", "trackio"]) == 2
