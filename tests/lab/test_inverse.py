@@ -6,11 +6,16 @@ from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import Link
 
 
-@pytest.mark.parametrize(("optimizer", "mebibytes"), [("adamw", 6), ("adamw8bit", 4)])
-def test_one_gpu_too_few_is_answered_with_how_many(optimizer, mebibytes):
+@pytest.mark.parametrize(
+    ("optimizer", "state_format", "mebibytes"),
+    [("adamw", "fp32", 6), ("adamw8bit", "fp32", 4), ("adamw", "int8", 4)],
+)
+def test_one_gpu_too_few_is_answered_with_how_many(optimizer, state_format, mebibytes):
     """Blocks of 8-bit states are padded on many GPUs: the answer fits even where the largest world does not."""
     gpu = small_gpu(mebibytes * 2**20)
-    planner = planner_for("gpt2-demo", world_size=1, gpu=gpu, overrides=SMALL, optimizer=optimizer)
+    planner = planner_for(
+        "gpt2-demo", world_size=1, gpu=gpu, overrides=SMALL, optimizer=optimizer, state_format=state_format
+    )
     needed = fewest(planner, (0, 1, 2, 3), 1)
     assert needed.value is not None
     for world_size, fits in ((1, False), (int(needed.value) - 1, False), (int(needed.value), True)):

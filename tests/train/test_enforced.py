@@ -115,6 +115,18 @@ IN_8_BITS = {
 }
 
 
+KEPT_IN = {name: IN_8_BITS[name] for name in ("unsharded", "off the device", "reduced in bfloat16")}
+
+
+@pytest.mark.parametrize("state_format", ["bf16", "int8"])
+@pytest.mark.parametrize(("num_ranks", "given"), KEPT_IN.values(), ids=KEPT_IN)
+def test_a_run_with_states_in_another_format_is_held_to_their_bytes(tiny_config, num_ranks, given, state_format):
+    how = {"plan": {"enforce": True}, "eval_interval": 0, "max_steps": 3, "warmup_steps": 1}
+    config = tiny_config(state_format=state_format, **how, **given)
+    for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
+        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
+
+
 @pytest.mark.parametrize(("num_ranks", "given"), IN_8_BITS.values(), ids=IN_8_BITS)
 def test_a_run_with_8_bit_states_is_held_to_their_bytes(tiny_config, num_ranks, given):
     how = {"plan": {"enforce": True}, "eval_interval": 0, "max_steps": 3, "warmup_steps": 1}

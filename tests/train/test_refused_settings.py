@@ -78,6 +78,10 @@ REFUSED = """
 --offload all --offload.pinned 4 | offload.pinned: '4' is not a size; write a number and a unit, as 5GB or 512MiB
 --offload optimizer --offload.path x | offload.path: x is given, and offload = optimizer keeps state in memory; use
 --offload optimizer --optimizer adamw8bit --plan.device d.json | plan.device: adamw8bit updates state on the host
+--state-format int8 --optimizer muon | state_format: int8 is for states of torch's AdamW, and optimizer is muon; leave
+--state-format bf16 --strategy ddp | state_format: ddp does not run its optimizer unit by unit, for which states are
+--state-format int4 | state_format: 'int4' is not a choice; choose one of fp32, bf16, int8
+--state-format int8 --offload disk --plan.enforce | plan.enforce: no plan predicts a file of int8 states; leave it out
 --offload optimizer --strategy ddp | offload.state: optimizer is given, and ddp does not use zeroshard's engine; leave
 --offload all --shard-size 1 --local-steps.every 2 | offload.state: all is given, and outer steps of local_steps.every
 --link.bandwidth 1Gbit/s | link.bandwidth: is given, and no link is slowed; add --link.mode simulated or netns

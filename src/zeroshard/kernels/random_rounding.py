@@ -48,28 +48,31 @@ def nearest(device: torch.device) -> Noise:
     return Noise(torch.full((PERIOD,), NEAREST, dtype=torch.int32, device=device), 0)
 
 
-def noise(step: Tensor | float, device: torch.device, offset: int, which: int) -> Noise:
-    """The noise of a step.
+class StepNoise:
+    """The noise of one step, which is computed once for all parameters that have the same count of steps."""
 
-    Args:
-        step: the parameter's count of steps.
-        device: where it is needed.
-        offset: the place of the first element, counted from where the parameter begins in the period.
-        which: 0 or 1: one of two independent ones.
-    """
-    on_device = isinstance(step, Tensor) and step.device.type != "cpu"  # whose value the host does not know
-    words = _words(step, device) if on_device else _words_of(int(step), device)
-    return Noise(words[which], offset % PERIOD)
+    def __init__(self) -> None:
+        self._words: dict[tuple[int, torch.device], Tensor] = {}
 
+    def of(self, step: Tensor | float, device: torch.device, offset: int, which: int) -> Noise:
+        """The noise of a piece.
 
-@lru_cache(maxsize=4)  # of a few parameters that have other counts of steps
-def _words_of(step: int, device: torch.device) -> Tensor:
-    return _words(step, device)
+        Args:
+            step: the parameter's count of steps.
+            device: where it is needed.
+            offset: the place of the piece's first element, counted from where the parameter begins in the period.
+            which: 0 or 1: one of two independent ones.
+        """
+        if isinstance(step, Tensor) and step.device.type != "cpu":  # whose value the host does not know
+            words = _words(step.to(torch.int64), device)
+        else:
+            key = int(step), device
+            words = self._words[key] = self._words[key] if key in self._words else _words(int(step), device)
+        return Noise(words[which], offset % PERIOD)
 
 
 def _words(step: Tensor | int, device: torch.device) -> Tensor:
     """Hashes of places and a step, int32 [2, 2 * PERIOD]: a period twice, so that it may begin anywhere."""
-    step = step.to(torch.int64) if isinstance(step, Tensor) else step
     word = torch.arange(PERIOD, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1))  # products keep 32 bits
     word.add_(_signed(step * 0x85EBCA77))
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):  # Wellons 2018, "Prospecting for hash functions"
@@ -94,7 +97,7 @@ def _parts(numel: int, block: int, device: torch.device) -> Iterator[tuple[slice
     Yields the elements of each, their shape ``(periods, blocks, block)``, and their first block. What the shape does
     not divide follows as a shorter period, then as a shorter block.
     """
-    chunk = _CHUNK_ON_GPU if device.type != "cpu" else PERIOD * 2 * torch.get_num_threads()  # torch's share of a thread
+    chunk = _chunk(device.type)
     periods, in_blocks = numel // PERIOD * PERIOD, numel // block * block
     for start in range(0, periods, chunk):
         stop = min(start + chunk, periods)
@@ -103,6 +106,17 @@ def _parts(numel: int, block: int, device: torch.device) -> Iterator[tuple[slice
         yield slice(periods, in_blocks), (1, (in_blocks - periods) // block, block), periods // block
     if numel > in_blocks:
         yield slice(in_blocks, numel), (1, 1, numel - in_blocks), in_blocks // block
+
+
+def _chunk(device_type: str) -> int:
+    """Elements of a part: on a CPU as many as torch gives to its threads."""
+    return PERIOD * 2 * torch.get_num_threads() if device_type == "cpu" else _CHUNK_ON_GPU
+
+
+def scratch_bytes(numel: int, device_type: str, *, codes: bool) -> int:
+    """Bytes that `encode` (``codes``) or `round_to_bf16` of a piece allocates at a time, with the noise."""
+    for_each = 2 * 4 if codes else 4 if device_type == "cpu" else 9
+    return max(7 * PERIOD * 4, 4 * PERIOD * 4 + for_each * min(numel, _chunk(device_type)))  # 7: while noise is made
 
 
 def _row(of: Noise, part: slice, shape: tuple[int, int, int]) -> Tensor:

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zeroshard.kernels.random_rounding import nearest, noise
+from zeroshard.kernels.random_rounding import StepNoise, nearest
 from zeroshard.state_formats.formats import MOMENTS, StateFormat
 from zeroshard.zero.core.optimizer import State, StepOperands
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
@@ -51,12 +51,13 @@ class FormattedStates(StepOperands):
     def take_back(self) -> None:
         """Encode what was decoded, and what the step has made."""
         brought, self._brought = self._brought, []
+        noise = StepNoise()
         for piece, kept in brought:
-            self._encode(self._optimizer.state.get(piece, {}), kept, *self._place(piece))
+            self._encode(self._optimizer.state.get(piece, {}), kept, noise, *self._place(piece))
 
     def loaded(self, pieces: Iterable[nn.Parameter]) -> None:
         """Have states that were just loaded in the format: kept ones lose nothing, and others are encoded."""
-        exact = True
+        exact, noise = True, StepNoise()
         for piece in (piece for piece in pieces if piece.dtype == torch.float32):
             state = self._optimizer.state.get(piece, {})
             for kind in self._moments:
@@ -65,7 +66,7 @@ class FormattedStates(StepOperands):
                     if name and f"{kind}{name}" in state:
                         state[f"{kind}{name}"] = state[f"{kind}{name}"].to(dtype)
             wide = {kind: state[kind].clone() for kind in self._moments if isinstance(state.get(kind), Tensor)}
-            self._encode(state, {}, *self._place(piece))
+            self._encode(state, {}, noise, *self._place(piece))
             again = dict(state)
             self._decoded(again)
             exact = exact and all(torch.equal(again[kind], value) for kind, value in wide.items())
@@ -76,7 +77,7 @@ class FormattedStates(StepOperands):
     def kept(self, state: Mapping[str, Any]) -> State:
         """Return states that the class has made, of any tensor, as they are kept between steps; they do not change."""
         found = {kind: value.clone() if isinstance(value, Tensor) else value for kind, value in state.items()}
-        self._encode(found, {}, "", 0)
+        self._encode(found, {}, StepNoise(), "", 0)
         return found
 
     def _decoded(self, state: State) -> Kept:
@@ -90,7 +91,7 @@ class FormattedStates(StepOperands):
                 state[kind] = self.form.decode(found[kind], moment)
         return found
 
-    def _encode(self, state: State, kept: Kept, name: str, first: int) -> None:
+    def _encode(self, state: State, kept: Kept, noise: StepNoise, name: str, first: int) -> None:
         """Encode the wide states, into the tensors in which they were kept if there are any."""
         step = state.get("step")
         for number, (kind, moment) in enumerate(self._moments.items()):
@@ -99,7 +100,7 @@ class FormattedStates(StepOperands):
                 continue
             tensors = kept.get(kind) or self.form.made(values)
             device = values.device
-            of = nearest(device) if step is None else noise(step, device, crc32(name.encode()) + first, number % 2)
+            of = nearest(device) if step is None else noise.of(step, device, crc32(name.encode()) + first, number % 2)
             self.form.encode(values.contiguous(), tensors, moment, of)
             del state[kind]
             state.update((f"{kind}{name}", each) for name, each in zip(self.form.kept, tensors, strict=True))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
 from zeroshard.optim import AdamW8bit
+from zeroshard.state_formats.formats import FORMATS
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.train.setup.auto import num_free_bytes
 from zeroshard.zero import STAGES, Offload, Zero
@@ -160,7 +162,17 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
 
 _ALIKE = (
     "sequence_parallel",
-    *("network", "gpus_per_node", "dtype", "optimizer", "prefetch", "reshard_after_forward", "kernels", "attention"),
+    *(
+        "network",
+        "gpus_per_node",
+        "dtype",
+        "optimizer",
+        "state_format",
+        "prefetch",
+        "reshard_after_forward",
+        "kernels",
+        "attention",
+    ),
     *("document_mask", "headroom", "autocast"),
 )
 _OR_NONE = ("within_node", "node_copy", "reproducible", "global_batch", "seq_len")  # here 0 or empty means None
@@ -204,8 +216,9 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
     Memory and collectives are predicted for that device. Time is only measured, because the plan's is for another one.
     """
     runs: dict[str, Any] = {"AdamW": None, "AdamW8bit": _adamw8bit}
+    runs |= {f"AdamW in {form}": partial(_adamw_in, form) for form in FORMATS}
     if planner.workload.optimizer not in runs:
-        what = f"it runs {' or '.join(runs)}, and optimizer is {config.optimizer}"
+        what = f"it runs AdamW or AdamW8bit, and optimizer is {config.optimizer}"
         raise UserError("dry_run", what, "leave one of the two out")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
@@ -265,6 +278,10 @@ def _scratch(offload: Offload | None, folder: str) -> Generator[Offload | None]:
 
 def _adamw8bit(zero: Zero) -> list[torch.optim.Optimizer]:
     return [zero.optimizer(AdamW8bit, [param for param in zero.model.parameters() if param.requires_grad], lr=1e-4)]
+
+
+def _adamw_in(form: str, zero: Zero) -> list[torch.optim.Optimizer]:
+    return [zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True, state_format=form)]
 
 
 def _predicted_and_measured(step: Step, measured: Measured) -> dict[str, tuple[int, int]]:

@@ -79,6 +79,9 @@ class PlanConfig(Config):
         min_length=1,
         description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit.",
     )
+    state_format: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description="How an optimizer of torch keeps its states between steps, as --state-format of a run."
+    )
     accumulate: Literal["auto", "local", "sharded"] = Field(
         "auto", description="How gradients of micro-batches accumulate; auto: the stage's default."
     )

@@ -19,6 +19,7 @@ from zeroshard.train.config.validate import nested, validate
 SECTIONS = ("model", "lora", "wire", "local_steps", "offload")  # sections that plans' settings and runs' settings share
 SETTINGS = (
     "reproducible",
+    "state_format",
     "reduce_dtype",
     "accumulate",
     "prefetch",
@@ -81,8 +82,9 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if num_micro > 1:
         yield "grad_accum_steps", num_micro
     yield "dtype", plan.dtype
-    if plan.workload.optimizer != "AdamW":
-        yield "optimizer", plan.workload.optimizer.lower()
+    optimizer = plan.workload.optimizer.partition(" in ")[0]  # the format of its states has a setting of its own
+    if optimizer != "AdamW":
+        yield "optimizer", optimizer.lower()
     yield from _given(config, "", only=SETTINGS if row.stage == 3 else SETTINGS[:-1])
     if plan.software.impl == "compile":
         yield "compile", True

@@ -49,6 +49,7 @@ class Given(TypedDict, total=False):
         wire: wire formats: the fields ``gather``, ``reduce``, ``block``, ... of `zeroshard.zero.MixedPrecision`; stage
             0 ignores them.
         optimizer: name of the optimizer, as in torch.
+        state_format: how its states are kept between steps, as `zeroshard.Zero.optimizer` takes it.
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         kernels: the choice of kernels, as our models take it.
         impl: how a GPU computes: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand); None:
@@ -81,6 +82,7 @@ class Given(TypedDict, total=False):
     reduce_dtype: str | None
     wire: Mapping[str, Any]
     optimizer: str
+    state_format: str
     accumulate: Accumulate | None
     prefetch: int
     reshard_after_forward: bool
@@ -121,6 +123,7 @@ class Request:
     reduce_dtype: str | None = None
     wire: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     optimizer: str = "adamw"
+    state_format: str = "fp32"
     accumulate: Accumulate | None = None
     prefetch: int = 1
     reshard_after_forward: bool = True
@@ -215,7 +218,7 @@ class Request:
                 what = f"a {name} is no language model of ours"
                 todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"
                 raise UserError("inputs", what, todo)
-        optimizer, share = known_optimizer(self.optimizer), self.sequence_parallel
+        optimizer, share = known_optimizer(self.optimizer, self.state_format), self.sequence_parallel
         if share > 1:
             _require_shared(built, share, seq_len)
         how = {"ours": ours, "autocast": autocast, "sequence_parallel": share}

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroshard.kernels.adamw8bit import chunk_numel
 from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.state_formats.formats import FORMATS, MOMENTS, StateFormat
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.written_weights import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
@@ -61,6 +62,8 @@ class OptimizerState:
         itemsize: bytes of each element of those tensors; 0: of the parameter's master.
         block: consecutive elements that have a common fp32 scale in each of those tensors, and that no shard cuts; 1:
             there are no scales.
+        num_widened: number of those tensors that a step needs in fp32 and that are kept in fewer bits: they are widened
+            for it unit by unit.
         by_unit: whether the engine runs the class's step unit by unit if it copies gradients to another dtype: it does
             that for classes of `torch.optim`. Others are shown copies of all gradients at once.
     """
@@ -71,6 +74,7 @@ class OptimizerState:
     itemsize: int = 0
     block: int = 1
     by_unit: bool = True
+    num_widened: int = 0
 
     def num_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Bytes of state, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize``."""
@@ -93,6 +97,15 @@ class OptimizerState:
         """Bytes of state for each element of a large parameter whose master has ``itemsize``."""
         scales = SCALE_BYTES / self.block if self.block > 1 else 0.0
         return self.num_per_element * ((self.itemsize or itemsize) + scales)
+
+    def step_bytes(self, itemsize: int) -> float:
+        """Bytes of state that a step reads and writes for each element; those that are widened it passes once more."""
+        return 2 * self.bytes_per_element(itemsize) + 4 * self.num_widened * WIDE_BYTES
+
+    def kept_in(self, form: StateFormat) -> OptimizerState:
+        """The same, kept in a format between steps."""
+        itemsize = next(iter(form.kept.values())).itemsize
+        return replace(self, itemsize=itemsize, block=form.block, num_widened=self.num_per_element)
 
     def numel(self, shape: tuple[int, ...]) -> int:
         """Elements of state, without scalars, for a parameter or piece of ``shape``."""
@@ -123,6 +136,13 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1, by_unit=False),
 }
+_FORMATTED = {cls.__name__ for cls in MOMENTS}
+OPTIMIZER_STATES |= {
+    f"{name} in {form.name}": state.kept_in(form)
+    for form in filter(None, FORMATS.values())
+    for name, state in OPTIMIZER_STATES.items()
+    if name.split()[0] in _FORMATTED and state.num_per_element
+}  # `Zero.optimizer(..., state_format=)`
 
 
 def state_bytes(

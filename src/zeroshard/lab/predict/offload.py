@@ -156,7 +156,7 @@ def unit_times(
         layout, master = buffer.layout, buffer.dtype.itemsize
         numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
         reduced = precision.reduced_dtype(buffer.dtype).itemsize
-        update_bytes = numel * (reduced + 2 * (master + optimizer.bytes_per_element(master)))
+        update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
             before_s,

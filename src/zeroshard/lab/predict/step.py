@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from zeroshard.comm import CONTROL
 from zeroshard.kernels.adamw8bit import chunk_numel
+from zeroshard.kernels.random_rounding import scratch_bytes
 from zeroshard.lab.predict.actions import (
     CATEGORIES,
     Action,
@@ -33,7 +34,16 @@ from zeroshard.lab.predict.actions import (
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.eight_bits import passes_of_chunk
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
-from zeroshard.lab.predict.memory import DISK, HOST, SLOTS, OptimizerState, buffers_away, state_bytes, watch_bytes
+from zeroshard.lab.predict.memory import (
+    DISK,
+    HOST,
+    SLOTS,
+    WIDE_BYTES,
+    OptimizerState,
+    buffers_away,
+    state_bytes,
+    watch_bytes,
+)
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.models.sequence_parallel import LABEL
@@ -188,15 +198,28 @@ def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings
     that are updated on the device.
     """
     if optimizer.by_unit:
-        return max(
-            (numel * b.dtype.itemsize for b, numel in _seen(buffers, settings) if _copied(b, settings)), default=0
-        )
+        found = [numel * b.dtype.itemsize if _copied(b, settings) else 0 for b, numel in _seen(buffers, settings)]
+        if optimizer.num_widened:
+            here = (b for b, _ in _seen(buffers, settings, here=settings.device_type == "cuda"))
+            found += [_widened_bytes(b, optimizer, settings) for b in here]
+        return max(found, default=0)
     copies, chunk = 0, 0
     for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda"):
         itemsize, numels = buffer.dtype.itemsize, _updated_numels(buffer, settings)
         copies += sum(numels) * itemsize if _copied(buffer, settings) else 0
         chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize, settings.device_type))
     return copies + chunk
+
+
+def _widened_bytes(buffer: Buffer, optimizer: OptimizerState, settings: Settings) -> int:
+    """Bytes of a buffer's widened states, and of copied gradients."""
+    numels = _updated_numels(buffer, settings)
+    copies = sum(numels) * buffer.dtype.itemsize if _copied(buffer, settings) else 0
+    live, most = sum(numels) * optimizer.num_widened * WIDE_BYTES, 0  # beside those in fewer bits, which stay
+    for numel in (numel for numel in numels for _ in range(optimizer.num_widened)):  # as they are encoded
+        most = max(most, live + scratch_bytes(numel, settings.device_type, codes=optimizer.block > 1))
+        live -= numel * WIDE_BYTES
+    return copies + most
 
 
 def _updated_numels(buffer: Buffer, settings: Settings) -> list[int]:
@@ -244,11 +267,13 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     # The update reads gradient, master and states, and writes all but the gradient.
     for buffer, numel in _seen(buffers, settings, here=True):
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
-        num_bytes = numel * (reduced + 2 * (master + optimizer.bytes_per_element(master)))
+        num_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
         num_calls = 1
         if reduced != master:  # a wide copy is written, and read
             num_bytes += numel * 2 * master
-        if optimizer.block > 1:  # by operations on chunks, each of which is read and written several times
+        if (
+            optimizer.block > 1 and not optimizer.by_unit
+        ):  # by operations on chunks, each of which is read and written several times
             numels = _updated_numels(buffer, settings)
             num_calls, passed = passes_of_chunk(buffer.dtype, optimizer.block)
             num_chunks = sum(-(-n // chunk_numel(settings.device_type)) for n in numels)

@@ -216,17 +216,24 @@ def preset(
     return model, length
 
 
-def known_optimizer(name: str) -> str:
-    """The key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES` for a name in any spelling.
+def known_optimizer(name: str, state_format: str = "fp32") -> str:
+    """The key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES` for a name in any spelling, and a format of states.
 
     Raises:
-        UserError: no optimizer has this name.
+        UserError: no optimizer has this name, or it cannot keep its states in this format.
     """
-    spellings = {_plain(key): key for key in OPTIMIZER_STATES}
+    names = [key for key in OPTIMIZER_STATES if " in " not in key]
+    spellings = {_plain(key): key for key in names}
     if _plain(name) not in spellings:
-        todo = nearest(name, OPTIMIZER_STATES, f"choose one of {', '.join(OPTIMIZER_STATES)}")
+        todo = nearest(name, names, f"choose one of {', '.join(names)}")
         raise UserError("optimizer", f"nothing is known of {name!r}", todo)
-    return spellings[_plain(name)]
+    found = spellings[_plain(name)]
+    if state_format == "fp32":
+        return found
+    if f"{found} in {state_format}" not in OPTIMIZER_STATES:
+        todo = "leave it out, or use optimizer adamw"
+        raise UserError("state_format", f"{found} cannot keep its states in {state_format}", todo)
+    return f"{found} in {state_format}"
 
 
 def _plain(name: str) -> str:

@@ -146,6 +146,11 @@ class TrainConfig(Config):
         description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. muon: "
         "of the blocks' matrices, and AdamW for the rest.",
     )
+    state_format: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32",
+        description="How adamw keeps its states between steps: 8, 4 or 2.03 bytes a parameter, decoded for each step. "
+        "bf16, int8: rounded at random, for zeroshard's stages.",
+    )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(
@@ -328,9 +333,13 @@ class TrainConfig(Config):
         if self.plan.enforce and self.optimizer == "muon":
             what = "muon needs unsharded matrices, which no plan predicts"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
-        if self.plan.enforce and self.offload.on_disk and self.optimizer == "adamw8bit":
-            what = "no plan predicts a file of adamw8bit's states"
-            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
+        if self.state_format != "fp32" and self.optimizer != "adamw":
+            what = f"{self.state_format} is for states of torch's AdamW, and optimizer is {self.optimizer}"
+            raise UserError("state_format", what, "leave it out, or use --optimizer adamw")
+        narrow = "adamw8bit's" if self.optimizer == "adamw8bit" else self.state_format
+        if self.plan.enforce and self.offload.on_disk and narrow != "fp32":
+            what = f"no plan predicts a file of {narrow} states"
+            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw with states in fp32")
         if self.plan.device and self.offload.on and self.optimizer == "adamw8bit":
             what = "adamw8bit updates state on the host while the step waits, the time of which no plan predicts"
             raise UserError("plan.device", what, "leave it out, or use --optimizer adamw")
@@ -359,6 +368,8 @@ class TrainConfig(Config):
         needs = "blocks of parameters" if self.optimizer == "adamw8bit" else "matrices"
         what = f"{self.optimizer} needs unsharded {needs}, and {name} shards them or cannot have its param groups"
         rows.append(("optimizer", self.optimizer != "adamw", "our_optimizers", what))
+        what = f"{name} does not run its optimizer unit by unit, for which states are decoded"
+        rows.append(("state_format", self.state_format != "fp32", "planned", what))
         rows.append(("plan.enforce", self.plan.enforce, "planned", f"{name} has no plan to be held to"))
         what = f"{name} adds gradients up in an order that depends on the number of ranks"
         rows.append(("reproducible", self.reproducible > 0, "planned", what))

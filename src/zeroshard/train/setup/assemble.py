@@ -274,7 +274,8 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
     if config.optimizer == "adamw8bit":
         return AdamW8bit, kwargs
-    return torch.optim.AdamW, {**kwargs, "fused": config.fused}
+    kept = {} if config.state_format == "fp32" else {"state_format": config.state_format}  # an argument of `Zero`
+    return torch.optim.AdamW, {**kwargs, "fused": config.fused, **kept}
 
 
 def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:

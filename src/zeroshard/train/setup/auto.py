@@ -137,7 +137,8 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
-    if config.optimizer == "adamw8bit" and config.offload.on_disk:  # the file's bytes of codes are not planned
+    narrow = config.optimizer == "adamw8bit" or config.state_format != "fp32"
+    if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
         return None
     return Contract(predict(job_of(config, entry.stage, model, comm, device, grad_accum_steps)), config.plan.enforce)
 
@@ -151,6 +152,7 @@ def job_of(
     grad_accum_steps: int,
 ) -> Job:
     """Return what a planner needs to know about this rank's part of a run at ``stage``."""
+    fp32 = config.state_format == "fp32"
     return Job(
         model=model,
         row=replace(
@@ -180,5 +182,5 @@ def job_of(
         reproducible=config.reproducible * config.sequence_parallel or None,
         sequence_parallel=config.sequence_parallel,
         offload=offload(config, stage),
-        optimizer=PLANNED.get(config.optimizer, "AdamW"),
+        optimizer=PLANNED.get(config.optimizer, "AdamW") + ("" if fp32 else f" in {config.state_format}"),
     )

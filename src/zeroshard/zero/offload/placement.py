@@ -238,7 +238,8 @@ class Placement(Observer):
             jobs.append((self._file_is_written, self.file.settle))
         states = of.optimizer.state
         if isinstance(states, States):
-            states.note_updates(piece for group in units for piece in chain.from_iterable(units[group]))
+            resized = of.operands.formatted is not None
+            states.note_updates((p for group in units for p in chain.from_iterable(units[group])), resized=resized)
         self.executor.arm(jobs)
 
     def states(self, content: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
@@ -299,9 +300,12 @@ class States(defaultdict[Any, Any]):
         self._executor = executor
         self._grows = False
 
-    def note_updates(self, pieces: Iterable[nn.Parameter]) -> None:
-        """Note that these pieces are about to be updated: those without states get some."""
-        self._grows = self._grows or not all(dict.__contains__(self, piece) for piece in pieces)
+    def note_updates(self, pieces: Iterable[nn.Parameter], *, resized: bool) -> None:
+        """Note that these pieces are about to be updated: those without states get some.
+
+        ``resized``: an update has states in another format than they are kept in.
+        """
+        self._grows = self._grows or resized or not all(dict.__contains__(self, piece) for piece in pieces)
 
     def peek(self) -> list[tuple[Any, Any]]:
         """The items, for their sizes, without waiting for updates that change nothing but values."""
