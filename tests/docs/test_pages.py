@@ -24,19 +24,10 @@ from zeroshard.train.config.validate import validate
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}
 CODE_COLUMNS = 75  # as many as a page shows on a screen of 1280 pixels
-FLAGS_OF_OTHERS = {
-    "--local-dir",  # of hf download
-    "--soak",
-    "--shuffle",
-    "--rehearse",
-    "--rdzv-conf",
-    "--chromium",
-    "--local-addr",
-    "--launcher",
-    "--init-from",
-    "--eval-only",
-    "--list",  # of benchmarks, in how-to/gpus.md
-}  # of others
+FLAGS_OF_OTHERS = {  # of hf download, pytest, torchrun and the benchmarks
+    *("--local-dir", "--soak", "--shuffle", "--rehearse", "--rdzv-conf", "--chromium", "--local-addr", "--launcher"),
+    *("--init-from", "--eval-only", "--list"),
+}
 FLAGS_OF_WORDS = {  # of verbs that have no class of settings
     *("--json", "--host", "--out", "--to"),
     *("--base.SETTING", "--axes.SETTING", "--base.max-steps", "--axes.strategy"),

@@ -27,16 +27,8 @@ from mutants.catalogue import ROOT, Mutant, catalogue
 
 NOT_COPIED = (".venv", ".git", "runs", "data", "sweeps", "site", "dist", "build", ".*_cache", ".hypothesis")
 # The last: the server has imported plugins before pytest could rewrite their assertions.
-ARGS = [
-    "-x",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--no-header",
-    "--timeout=0",
-    "-W",
-    "ignore::pytest.PytestAssertRewriteWarning",
-]
+ARGS = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--timeout=0", "-W"]
+ARGS += ["ignore::pytest.PytestAssertRewriteWarning"]
 TESTS_FAILED = 1  # pytest's exit status
 
 

@@ -25,16 +25,8 @@ from typing import Any
 # What the tests import from elsewhere; a name that is not installed is left out.
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.nn", "torch.distributed.fsdp", "torch.distributed.optim"]
 PRELOAD += ["torch.distributed.elastic.agent.server", "torch._dynamo", "torch.utils.checkpoint", "torch.nn.parallel"]
-PRELOAD += [
-    "numpy",
-    "pytest",
-    "xdist",
-    "pytest_timeout",
-    "pytest_cov",
-    "hypothesis",
-    "_hypothesis_pytestplugin",
-    "anyio",
-]
+PRELOAD += ["numpy", "pytest", "xdist", "pytest_timeout", "pytest_cov", "hypothesis", "_hypothesis_pytestplugin"]
+PRELOAD += ["anyio"]
 PRELOAD += ["hypothesis.strategies", "pydantic", "rich.console", "rich.live", "safetensors.torch", "tiktoken"]
 PRELOAD += ["tokenizers", "psutil", "pynvml", "xxhash", "pytest_cov.plugin", "xdist.plugin", "anyio.pytest_plugin"]
 PRELOAD += ["pydantic.main", "pydantic.fields", "pydantic.functional_validators", "pydantic.type_adapter"]

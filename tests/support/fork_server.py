@@ -30,33 +30,13 @@ from importlib import import_module
 from pathlib import Path
 
 LENGTH = struct.Struct("!I")  # before each request
-PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.run",
-    "torch.utils.flop_counter",
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "tokenizers",
-    "zeroshard.launch.elastic",
-    "zeroshard.train.start",
-    "zeroshard.inference.evaluation",
-    "zeroshard.inference.generate",
-    "zeroshard.train.setup.prepare_data",
-    "zeroshard.interop.hf_export",
-    "zeroshard.interop.hf_import",
-    "zeroshard.train.state.checkpoint_command",
-    "zeroshard.parallel.zero",
-    "zeroshard.parallel.ddp",
-    "zeroshard.parallel.fsdp2",
-    "zeroshard.parallel.zero_redundancy",
-    "zeroshard.lab.planner.run_plan",
-    "zeroshard.lab.planner.plan",
-    "zeroshard.lab.sweep.sweep",
-    "zeroshard.doctor",
-    "zeroshard.cli",
-]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "torch.utils.flop_counter", "numpy", "pytest"]
+PRELOADED += ["hypothesis", "tokenizers", "zeroshard.launch.elastic", "zeroshard.train.start"]
+PRELOADED += ["zeroshard.inference.evaluation", "zeroshard.inference.generate", "zeroshard.train.setup.prepare_data"]
+PRELOADED += ["zeroshard.interop.hf_export", "zeroshard.interop.hf_import"]
+PRELOADED += ["zeroshard.train.state.checkpoint_command", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
+PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
+PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.doctor", "zeroshard.cli"]
 
 
 def main(path: str) -> None:
