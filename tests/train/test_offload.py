@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import re
+import signal
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import forked
 from tiny_runs import train_on
 from zeroshard import host_memory
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab.planner.run_plan import predict
@@ -20,7 +25,10 @@ from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_cali
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate
+from zeroshard.train.setup import offloading
+from zeroshard.train.start import run_training
 from zeroshard.zero import Offload
+from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.placement import HostGroup
 
 
@@ -98,6 +106,115 @@ def test_a_folder_that_cannot_have_the_files_is_refused_on_every_rank_before_a_s
     lines = run_threads(refused, 2)
     what = f"{tmp_path / 'a file'}: File exists; name a folder on a local disk that can be written"
     assert lines == [f"offload.path: {what}"] * 2
+
+
+# Two ranks as threads of a process, which is killed after so many of their updates: in a step, between two units.
+KILLED = f"""
+import os, signal, sys
+sys.path.append({str(Path(forked.__file__).parent)!r})
+from tiny_runs import train_on
+from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.zero.offload.executor import Executor
+
+config, num_updates, run, done = TrainConfig.model_validate_json(sys.argv[1]), int(sys.argv[2]), Executor._run, []
+
+def run_or_die(executor, update, job):
+    run(executor, update, job)
+    done.append(update)
+    if len(done) == num_updates:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Executor._run = run_or_die
+run_threads(lambda comm: train_on(comm, config), 2)
+"""
+
+
+@pytest.mark.parametrize(("offload", "num_updates"), [("disk", 3 * 8 + 3), ("optimizer", 3 * 6 + 3)])
+def test_a_run_that_is_killed_between_two_updates_is_resumed_with_the_bits_of_one_that_is_not(
+    tiny_config, tmp_path, capfd, offload, num_updates
+):
+    given = {"offload": offload, "eval_interval": 0, "checkpoint_interval": 2, "checkpoint_async": False}
+    config = tiny_config(**given)
+    whole = run_threads(lambda comm: _trained(comm, tiny_config(**given, out=f"{config.out}-whole")), 2)
+    ended = forked.run([sys.executable, "-c", KILLED, config.model_dump_json(), str(num_updates)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    folder = Path(config.out, "offload")
+    assert len(list(folder.glob("rank-*.states"))) == 2 * (offload == "disk")
+    (folder / "rank-00007.states").write_bytes(bytes(4096)) if offload == "disk" else None  # of more ranks than now
+    resumed = tiny_config(**given, resume="auto")
+    capfd.readouterr()
+    parts = run_threads(lambda comm: _trained(comm, resumed), 2)
+    for (_, state, _), (status, found, _) in zip(whole, parts, strict=True):
+        assert status == ExitStatus.OK
+        assert all(torch.equal(state[name], found[name]) for name in state)
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: offload.path")]
+    assert bool(said) == (offload == "disk")
+    files = r"(the file|\d files) of a run that was killed \([\d,]+ bytes\): a run resumes from its checkpoint; removed"
+    line = rf"warning: offload.path: {folder} had {files}"
+    assert all(re.fullmatch(line, each) for each in said)
+    gc.collect()
+    assert not folder.exists()
+    assert not Path(f"{config.out}-whole", "offload").exists()
+
+
+def test_files_that_the_disk_has_no_room_for_are_refused_before_anything_is_built(tiny_config, monkeypatch, tmp_path):
+    config = tiny_config(offload={"state": "disk", "path": str(tmp_path / "not yet" / "there")})
+    disk = offloading.os.statvfs(tmp_path)
+    asked = []
+
+    def statvfs(path):
+        asked.append(path)
+        return type("Disk", (), {"f_bavail": 10, "f_frsize": disk.f_frsize})
+
+    monkeypatch.setattr(offloading.os, "statvfs", statvfs)
+
+    def refused(comm):
+        with pytest.raises(UserError) as said:
+            train_on(comm, config, predict=predict)
+        return str(said.value)
+
+    lines = run_threads(refused, 2)
+    assert lines[0] == lines[1]
+    assert re.fullmatch(
+        r"offload.path: 2 ranks keep 0\.\d\d GiB in files of \S+/not yet/there, whose disk has 0\.00 GiB free; "
+        r"free space, or name a folder on another disk",
+        lines[0],
+    )
+    assert set(asked) == {tmp_path}
+    assert not Path(config.out, "config.toml").exists()
+
+
+def test_a_leading_tilde_is_the_users_home(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = tiny_config(offload={"state": "disk", "path": "~/states"}, max_steps=2, eval_interval=0)
+    assert (
+        config.offload.folder(Path("x"))
+        == tmp_path / "home" / "states"
+        == Offload("disk", "disk", path="~/states").folder
+    )
+    assert train_on(LocalCommunicator(), config, predict=predict)[0] == ExitStatus.OK
+    gc.collect()
+    assert not (tmp_path / "home" / "states").exists()
+
+
+def test_a_disk_that_fails_in_a_step_ends_the_run_as_storage_that_fails(tiny_config, monkeypatch, capsys):
+    config, write, written = tiny_config(offload="disk", eval_interval=0), disk.os.pwritev, []
+
+    def pwritev(*given):
+        written.append(given)
+        if len(written) > 20:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(*given)
+
+    monkeypatch.setattr(disk.os, "pwritev", pwritev)
+    assert run_training(config) == ExitStatus.STORAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    file, number = r"'.*rank-00000.states'", rf"\[Errno {errno.EIO}\]"
+    # by whoever touches the unit first: the executor, or the checkpoint
+    why = rf"(step: the update of unit \S+ failed: OSError: {number} )?Input/output error(: {file}; .*)?"
+    todo = "see that it is there and may be written, then start again with --resume auto"
+    assert re.fullmatch(rf"error: {config.out}: {number} {why}: {file}; {todo}", last), last
 
 
 def test_a_run_that_holds_other_bytes_than_planned_is_stopped(tiny_config):

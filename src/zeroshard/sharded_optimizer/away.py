@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,8 +49,8 @@ class StatesAway:
         self._settings, self._bucket_bytes, self._streams = settings, bucket_bytes, ByDevice()
         self._file: DiskStates | None = None
         if settings.optimizer == "disk":
-            assert settings.path is not None
-            self._file = file_of_rank(Path(settings.path), rank)
+            assert settings.folder is not None
+            self._file = file_of_rank(settings.folder, rank)
         self._away: dict[Tensor, None] = {}  # parameters whose states leave, in order
         self.parts: list[list[Tensor]] = []  # all of this rank's parameters, a bucket's at a time
         self._stored: dict[Tensor, UnitOnDisk] = {}  # by parameter: the states of its part in the file

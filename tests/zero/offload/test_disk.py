@@ -21,6 +21,7 @@ from zeroshard.errors import ExitStatus, UserError, path_line
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates, rank_file
+from zeroshard.zero.offload.executor import Executor, Update
 from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.staging import Staging
 
@@ -379,3 +380,42 @@ def test_gradients_that_cannot_be_written_are_an_error_with_the_name_of_the_file
     with pytest.raises(OSError, match="Input/output error") as error:
         landing.synchronize()
     assert error.value.filename == str(path)
+
+
+@pytest.mark.parametrize("made_by_a_user", [False, True])
+def test_files_of_a_killed_run_are_removed_and_said_and_a_folder_that_was_made_goes_with_the_last(
+    tmp_path, capsys, made_by_a_user
+):
+    folder = tmp_path / "states"
+    if made_by_a_user:
+        folder.mkdir()
+    other = disk.file_of_rank(folder, 1)
+    for rank in (0, 3):
+        (folder / f"rank-{rank:05d}.states").write_bytes(bytes(100))
+    assert [path.name for path in disk.left_behind(folder)] == ["rank-00000.states", "rank-00003.states"]
+    own = disk.file_of_rank(folder, 0)
+    what = "2 files of a run that was killed (200 bytes): a run resumes from its checkpoint; removed"
+    assert capsys.readouterr().err == f"warning: offload.path: {folder} had {what}\n"
+    assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-00000.states", "rank-00001.states"]
+    own.close()
+    assert folder.exists()
+    other.close()
+    assert folder.exists() == made_by_a_user
+    assert capsys.readouterr().err == ""
+
+
+def test_an_update_that_the_disk_ends_raises_an_error_of_the_disk():
+    for error in (OSError(errno.EIO, "no", "file"), UserError("offload.path", "full", "free space")):
+        if isinstance(error, UserError):
+            error.__cause__ = OSError(errno.EIO, "no", "file")
+        executor = Executor()
+        update = Update("a", executor)
+
+        def fails(error=error):
+            raise error
+
+        executor.arm([(update, fails)])
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"^.Errno 5. step: the update of unit a failed: .*'file'$") as said:
+                update.wait()
+            assert (said.value.errno, said.value.filename) == (errno.EIO, "file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -64,7 +65,7 @@ class OffloadConfig(Config):
         """The folder of the ranks' files, in the run folder ``out`` if none was given; None: nothing goes to a disk."""
         if not self.on_disk:
             return None
-        return Path(self.path) if self.path else out / "offload"
+        return Path(os.path.expanduser(self.path)) if self.path else out / "offload"
 
     def places(self, *, shards_weights: bool, exact_sums: bool = False) -> dict[str, Any]:
         """The place of each kind of state, as `zeroshard.zero.Offload` takes it: ``device``, ``host`` or ``disk``.

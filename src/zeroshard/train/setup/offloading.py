@@ -1,7 +1,8 @@
-"""What a run settles before state leaves the device: how much of it does, and that the hosts have the memory."""
+"""What a run settles before state leaves the device: how much does, that hosts have the memory and disks the room."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.records.plan_contract import Planned, Predict
 from zeroshard.train.records.records import in_memory
 from zeroshard.train.setup.auto import HEADROOM, PLANNED, job_of, num_free_bytes
+from zeroshard.zero.offload.disk import left_behind
 
 GIB = 2**30
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
@@ -41,7 +43,8 @@ def settled(
         model, grad_accum_steps, predict: as `zeroshard.train.setup.auto.contract_of` takes them.
 
     Raises:
-        UserError: the ranks of a machine keep more in memory of the host than it has; raised on every rank.
+        UserError: the ranks of a machine keep more in memory of the host, or in files, than it has; raised on every
+            rank.
     """
     if not config.offload.on:
         return config, ""
@@ -66,7 +69,10 @@ def settled(
             return config, why
         assert job.offload is not None
         job = replace(job, offload=replace(job.offload, fraction=fraction))
-    resident = predict(replace(job, calibration="", estimates=False)).memory_bytes
+    planned = predict(replace(job, calibration="", estimates=False))
+    resident, folder = planned.memory_bytes, config.offload.folder(Path(config.out))
+    if folder is not None:
+        require_room(comm, planned.file_bytes, folder, neighbours)
     on_host = resident if device.type == "cpu" else {k: n for k, n in resident.items() if k.startswith("host_")}
     require_host_memory(comm, in_memory(on_host), neighbours)
     return config, why
@@ -86,6 +92,23 @@ def require_host_memory(comm: Communicator, num_bytes: int, neighbours: Sequence
             raise UserError(
                 "offload.state", what, "give a smaller --offload.fraction, use more machines, or fewer ranks"
             )
+
+
+def require_room(comm: Communicator, num_bytes: int, folder: Path, neighbours: Sequence[int]) -> None:
+    """Raise UserError if the disk has no room for this rank's ``num_bytes`` and those of its ``neighbours``.
+
+    Collective; every rank raises. Files of a run that was killed count as room, as they are removed.
+    """
+    of_ranks = by_rank(comm, num_bytes)
+    with agreement(comm, phase="accounting for files of states"):
+        total = sum(num for rank, num in enumerate(of_ranks) if rank in neighbours)
+        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        disk = os.statvfs(there)
+        free = disk.f_bavail * disk.f_frsize + sum(path.stat().st_blocks * 512 for path in left_behind(folder))
+        if total > free:
+            ranks = "1 rank keeps" if len(neighbours) == 1 else f"{len(neighbours)} ranks keep"
+            what = f"{ranks} {total / GIB:,.2f} GiB in files of {folder}, whose disk has {free / GIB:,.2f} GiB free"
+            raise UserError("offload.path", what, "free space, or name a folder on another disk")
 
 
 def _neighbours(comm: Communicator) -> list[int]:

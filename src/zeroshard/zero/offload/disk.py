@@ -20,7 +20,8 @@ would push out what is used more often, or count against the memory of a contain
     touched between two walks are dropped when the next one begins.
 
 The file is scratch space of one run. What outlives a run is its checkpoints: a process that is killed between two units
-leaves a file with states of two steps, so the next run takes such a file over and never reads what was in it.
+leaves a file with states of two steps, which nobody has locked. The next run in the folder removes such files, of
+whichever rank, and says so. A folder that was made for the files goes with the last of them: `MADE` is in it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +53,10 @@ BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 PIECE_BYTES = 8 << 20  # what one thread copies at a time
 NUM_TRIES, TRY_AGAIN_S = 10, 0.05  # while a file is locked
 NUM_THREADS = 4
+MADE = ".made-for-states"
 NUM_SLOTS = 3  # one is updated, one is read ahead, one is written back
+
+RANK_FILES = "rank-*.states"
 
 Spec = Sequence[tuple[int, torch.dtype]]
 """Number of elements and dtype of each of a unit's tensors."""
@@ -64,19 +69,56 @@ def extent_bytes(spec: Spec) -> int:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The path of a rank's file in the folder that a run was given."""
+    """The path of a rank's file in the folder that a run was given; all of them match `RANK_FILES`."""
     return folder / f"rank-{rank:05d}.states"
 
 
 def _made(path: Path) -> DiskStates:
-    """Make the file; an engine of this process that nobody refers to any more may have it for the end of its update."""
+    """Make the file; an engine of this process that nobody refers to any more may have it for the end of its update.
+
+    A run that ends may also remove the folder, and another rank look whether the new file is one of a killed run.
+    """
     for _ in range(NUM_TRIES):
         try:
             return DiskStates(path)
-        except UserError:
+        except (UserError, FileNotFoundError):
             gc.collect()
             time.sleep(TRY_AGAIN_S)
     return DiskStates(path)
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """The files of ranks in a folder that no run uses: a run was killed."""
+    found = []
+    for path in sorted(folder.glob(RANK_FILES)):
+        try:
+            file = open_regular(path, os.O_RDWR, 0o600, follow=False)
+        except OSError:  # it is gone, or none of ours
+            continue
+        try:
+            _lock(file, path)
+            found.append(path)
+        except UserError:  # a run's
+            pass
+        finally:
+            os.close(file)
+    return found
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove the files of ranks that no run uses, and say so."""
+    num_files = num_bytes = 0
+    for path in left_behind(folder):
+        try:
+            num_bytes += path.stat().st_size
+            DiskStates(path).close()  # locks it again: a rank may have made it meanwhile
+            num_files += 1
+        except (OSError, UserError):
+            continue
+    if num_bytes:
+        files = "the file" if num_files == 1 else f"{num_files} files"
+        what = f"{files} of a run that was killed ({num_bytes:,} bytes): a run resumes from its checkpoint"
+        warn(f"offload.path: {folder} had {what}; removed")
 
 
 def file_of_rank(folder: Path, rank: int) -> DiskStates:
@@ -86,6 +128,7 @@ def file_of_rank(folder: Path, rank: int) -> DiskStates:
         UserError: the folder cannot be made or written, or another run uses the file.
     """
     try:
+        _remove_left_behind(folder)
         file = _made(rank_file(folder, rank))
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
@@ -161,7 +204,7 @@ class DiskStates:
         self._arriving: weakref.WeakKeyDictionary[Any, list[Future[None]]] = weakref.WeakKeyDictionary()  # inputs
         self._free: list[tuple[int, int]] = []  # `(start, bytes)` of extents that nothing shows any more
         self.num_bytes = self.bytes_read = self.bytes_written = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         self._file, self.is_direct = _open(path)
         try:
             _lock(self._file, path)
@@ -472,7 +515,9 @@ def _reserve(file: int, path: Path, start: int, num_bytes: int) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = os.fstatvfs(file)
             what = f"{path} needs {num_bytes:,} bytes more, and {free.f_bavail * free.f_frsize:,} are free there"
-            raise UserError("offload.path", what, "free space, or name a folder on another disk") from None
+            raise UserError("offload.path", what, "free space, or name a folder on another disk") from _named(
+                error, path
+            )
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise _named(error, path) from None
         zeros = memoryview(_pages(min(num_bytes, PIECE_BYTES)))  # it cannot: a view of what is missing would end the
@@ -519,3 +564,19 @@ def _end(process: int, threads: ThreadPoolExecutor, file: int, remove: Path | No
     if remove is not None:
         remove.unlink(missing_ok=True)  # before it is unlocked: then another run may have it
     os.close(file)
+    if remove is not None:
+        _remove_folder(remove.parent)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MADE).touch()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder that was made for files of ranks, once there is none in it."""
+    with suppress(OSError):  # another rank has just done so, or made its file
+        if os.listdir(folder) == [MADE]:
+            (folder / MADE).unlink()
+            folder.rmdir()

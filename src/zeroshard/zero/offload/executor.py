@@ -19,8 +19,32 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import NamedTuple
 
 import torch
+
+
+class Failure(NamedTuple):
+    """Why an update is not complete; of an error of a disk also its number and the file."""
+
+    text: str
+    errno: int | None = None
+    path: str | None = None
+
+    @classmethod
+    def of(cls, name: str, error: BaseException) -> Failure:
+        """Describe what the update of the unit ``name`` has raised."""
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        todo = "units after it keep their weights from before the step; load a checkpoint"
+        text = f"step: the update of unit {name} failed: {type(error).__name__}: {text}; {todo}"
+        of_disk = error if isinstance(error, OSError) else error.__cause__  # of a `UserError`: the disk is full
+        if isinstance(of_disk, OSError) and of_disk.errno is not None:
+            return cls(text, of_disk.errno, str(of_disk.filename))
+        return cls(text)
+
+    def error(self) -> OSError | RuntimeError:
+        """An exception of its own for each thread that raises it."""
+        return RuntimeError(self.text) if self.errno is None else OSError(self.errno, self.text, self.path)
 
 
 class Update:
@@ -32,7 +56,7 @@ class Update:
         self._over.set()
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
-        self._failure: str | None = None
+        self._failure: Failure | None = None
 
     @property
     def pending(self) -> bool:
@@ -44,11 +68,12 @@ class Update:
 
         Raises:
             RuntimeError: it, or one before it, has failed: weights of one step and of the next are mixed.
+            OSError: the same, because of a disk.
         """
         if not self._over.is_set() and not self.executor.is_own_thread:
             self.executor.wait(self)
         if self._failure is not None:
-            raise RuntimeError(self._failure)
+            raise self._failure.error()
 
     def then(self, action: Callable[[], None]) -> None:
         """Call ``action`` once no update is under way: now, or on the executor's thread."""
@@ -62,7 +87,7 @@ class Update:
         """Record that it was armed."""
         self._over.clear()
 
-    def end(self, failure: str | None) -> None:
+    def end(self, failure: Failure | None) -> None:
         """Record that it is over; ``failure``: why it is not complete."""
         with self._lock:
             actions, self._then = self._then, []
@@ -89,7 +114,7 @@ class Executor:
         self._pool: ThreadPoolExecutor | None = None
         self._armed: Sequence[Update] = ()
         self._thread: int | None = None
-        self._failure: str | None = None  # of an update: none runs after it
+        self._failure: Failure | None = None  # of an update: none runs after it
         self.at_once = False  # whether updates run before `arm` returns, on the caller's thread, where one can measure
         _at_forks()
         _executors.add(self)
@@ -128,9 +153,7 @@ class Executor:
                 with torch.no_grad():
                     run()
         except BaseException as error:  # noqa: BLE001 -- whoever touches the weights next raises it
-            text = str(error).splitlines()[0] if str(error) else "no message"
-            todo = "units after it keep their weights from before the step; load a checkpoint"
-            self._failure = f"step: the update of unit {update.name} failed: {type(error).__name__}: {text}; {todo}"
+            self._failure = Failure.of(update.name, error)
         finally:
             self._thread = None
             update.end(self._failure)

@@ -6,6 +6,7 @@ weights that the model computes with stay on the device, and get each new value 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -41,7 +42,7 @@ class Offload:
             those that are used first stay, because their update has the least time. ``"auto"``: all; the trainer
             puts the planner's number in its place.
         pinned: the most bytes of page-locked host memory on a GPU, a number or ``"4GiB"``; None: what crosses the bus.
-        path: the folder of the ranks' files, with ``"disk"``.
+        path: the folder of the ranks' files, with ``"disk"``; a leading ``~`` is the user's home.
 
     Raises:
         ValueError: a place that a kind of state cannot have, or what does not go together; it names field and remedy.
@@ -92,6 +93,11 @@ class Offload:
         """``pinned`` in bytes; None: as much as is needed."""
         return None if self.pinned is None else _bytes(self.pinned)
 
+    @property
+    def folder(self) -> Path | None:
+        """``path``, where ``~`` is the user's home."""
+        return None if self.path is None else Path(os.path.expanduser(self.path))
+
     def units_away(self, numels: Sequence[int]) -> int:
         """Return how many of the last units of the forward have their state away, for these numbers of elements.
 
@@ -126,7 +132,7 @@ class Offload:
             raise ValueError(f"offload.grads: {what}; give grads='device'")
         file = None
         if self.path is not None:
-            file = loaded("zeroshard.zero.offload.disk", "file_of_rank")(Path(self.path), rank)
+            file = loaded("zeroshard.zero.offload.disk", "file_of_rank")(self.folder, rank)
         return loaded("zeroshard.zero.offload.placement", "Placement")(self, file)
 
 
