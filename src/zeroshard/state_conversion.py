@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 
 from zeroshard.kernels.adamw8bit import joined, split
 from zeroshard.kernels.state_codes import (
+    CODE_OF,
     CODES,
     CORRECTION,
-    ROOT_CODED,
     SCALES,
     as_codes,
     as_values,
@@ -64,8 +64,8 @@ class _Form:
 
 def _form(saved: Iterable[str], kept: Iterable[str], block: int) -> _Form:
     saved, kept = frozenset(saved), frozenset(kept)
-    decode = {kind for kind in ROOT_CODED if kind in kept - saved and kind + CODES in saved - kept}
-    encode = {kind for kind in ROOT_CODED if kind in saved - kept and kind + CODES in kept - saved}
+    decode = {kind for kind in CODE_OF if kind in kept - saved and kind + CODES in saved - kept}
+    encode = {kind for kind in CODE_OF if kind in saved - kept and kind + CODES in kept - saved}
     of_flash = "exp_avg" + CODES  # a foreign class may have another state that is called correction
     joins = {CORRECTION, of_flash} <= saved and bool(kept) and CORRECTION not in kept
     splits = {CORRECTION, of_flash} <= kept and CORRECTION not in saved
@@ -107,11 +107,11 @@ class _Converted:
             first = start // form.block * form.block
             numel = prod(self._reader.kinds(name)[of_codes])
             values = read(of_codes, (first, min(-(-stop // form.block) * form.block, numel)))
-            return encoded(values, form.block, root=ROOT_CODED[of_codes])[0][start - first : stop - first]
+            return encoded(values, form.block, CODE_OF[of_codes])[0][start - first : stop - first]
         if (of_scales := kind.removesuffix(SCALES)) in form.encode:
             numel = prod(self._reader.kinds(name)[of_scales])
             values = read(of_scales, (interval[0] * form.block, min(interval[1] * form.block, numel)))
-            return encoded(values, form.block, root=ROOT_CODED[of_scales])[1]
+            return encoded(values, form.block, CODE_OF[of_scales])[1]
         if kind == "param" and form.joins:
             return joined(read("param", interval), read(CORRECTION, interval))
         if kind == CORRECTION and form.splits:
@@ -129,7 +129,7 @@ class _Converted:
         first, last = blocks[0] * block, min(blocks[1] * block, numel)
         codes = self._reader.read(name, kind + CODES, (first, max(first, last)))
         scales = self._reader.read(name, kind + SCALES, (blocks[0], max(blocks)))
-        values = decoded(codes, scales[: num_blocks(len(codes), block)], block, root=ROOT_CODED[kind])
+        values = decoded(codes, scales[: num_blocks(len(codes), block)], block, CODE_OF[kind])
         return values[start - first : stop - first]
 
 

@@ -87,7 +87,9 @@ class Muon8bit(Optimizer):
                 state, grad = self.state[param], param.grad.float()
                 mean = torch.zeros_like(grad)
                 if state:
-                    mean = state_codes.decoded(*(state[kind] for kind in sorted(_STATES)), block, root=False)
+                    mean = state_codes.decoded(
+                        *(state[kind] for kind in sorted(_STATES)), block, state_codes.Code.SIGNED
+                    )
                 mean.lerp_(grad, 1 - momentum)
                 state.update(state_codes.as_codes({"momentum_buffer": mean}, block))
                 # [Note: Products in fp32]

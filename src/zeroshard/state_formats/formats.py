@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,29 +23,22 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from zeroshard.kernels.random_rounding import Noise, decode, encode, round_to_bf16
+from zeroshard.kernels.state_codes import CODES, SCALES, Code
 from zeroshard.optimizer_classes.reach import OF_TORCH, Reach
 
 BLOCK = 256
 
 
-class Moment(Enum):
-    """What a state is, and so which 8-bit code it has; one without a sign never becomes zero."""
-
-    SIGNED = "a mean of gradients or updates"
-    SQUARE = "a mean or sum of squares, kept as its root"
-    MAGNITUDE = "a bound of absolute values"
-
-
-_ADAM = {"exp_avg": Moment.SIGNED, "exp_avg_sq": Moment.SQUARE, "max_exp_avg_sq": Moment.SQUARE}
-MOMENTS: dict[type[Optimizer], dict[str, Moment]] = {
+_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
     **dict.fromkeys((optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam), _ADAM),
-    optim.Adamax: {"exp_avg": Moment.SIGNED, "exp_inf": Moment.MAGNITUDE},
-    optim.SGD: {"momentum_buffer": Moment.SIGNED},
-    optim.RMSprop: {"square_avg": Moment.SQUARE, "momentum_buffer": Moment.SIGNED},
-    optim.Adagrad: {"sum": Moment.SQUARE},
-    optim.Adadelta: {"square_avg": Moment.SQUARE, "acc_delta": Moment.SQUARE},
+    optim.Adamax: ("exp_avg", "exp_inf"),
+    optim.SGD: ("momentum_buffer",),
+    optim.RMSprop: ("square_avg", "momentum_buffer"),
+    optim.Adagrad: ("sum",),
+    optim.Adadelta: ("square_avg", "acc_delta"),
 }
-"""The states of each class that are as large as the parameter."""
+"""The states of each class that are as large as the parameter; `CODE_OF` says which codes each of them has."""
 
 MOST_MOMENTUM = 0.9
 """SGD counts no steps, so its states are rounded to the nearest code. A momentum that decays more slowly than by half a
@@ -59,15 +51,15 @@ class StateFormat:
 
     name: str
     kept: Mapping[str, torch.dtype]  # the tensors of a state: what follows its name, and their dtypes
-    encode: Callable[[Tensor, list[Tensor], Moment, Noise], None]  # fp32 values, overwritten, into these tensors
-    decode: Callable[[list[Tensor], Moment], Tensor]  # fp32
+    encode: Callable[[Tensor, list[Tensor], Code, Noise], None]  # fp32 values, overwritten, into these tensors
+    decode: Callable[[list[Tensor], Code], Tensor]  # fp32
     block: int = 1  # elements that no piece of a parameter cuts; tensors named ``..._scales`` have one of each
     as_small: tuple[torch.dtype, ...] = ()  # dtypes of parameters whose states need as few bytes: they stay
 
     def made(self, like: Tensor) -> list[Tensor]:
         """Return uninitialised tensors for a state of this shape."""
         num_blocks = -(-like.numel() // self.block)
-        shapes = ((num_blocks,) if name == "_scales" else like.shape for name in self.kept)
+        shapes = ((num_blocks,) if name == SCALES else like.shape for name in self.kept)
         pairs = zip(shapes, self.kept.values(), strict=True)
         return [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in pairs]
 
@@ -97,20 +89,19 @@ class StateFormat:
     def num_bytes(self, numel: int) -> int:
         """Bytes of a state of so many elements."""
         return sum(
-            (-(-numel // self.block) if name == "_scales" else numel) * dtype.itemsize
-            for name, dtype in self.kept.items()
+            (-(-numel // self.block) if name == SCALES else numel) * dtype.itemsize for name, dtype in self.kept.items()
         )
 
 
-def _encode_int8(values: Tensor, kept: list[Tensor], moment: Moment, of: Noise) -> None:
-    if moment is Moment.SQUARE:
+def _encode_int8(values: Tensor, kept: list[Tensor], code: Code, of: Noise) -> None:
+    if code is Code.ROOT:
         values.sqrt_()
-    encode(values, *kept, of, BLOCK, signed=moment is Moment.SIGNED)
+    encode(values, *kept, of, BLOCK, signed=code is Code.SIGNED)
 
 
-def _decode_int8(kept: list[Tensor], moment: Moment) -> Tensor:
-    values = decode(*kept, BLOCK, signed=moment is Moment.SIGNED)
-    return values.mul_(values) if moment is Moment.SQUARE else values
+def _decode_int8(kept: list[Tensor], code: Code) -> Tensor:
+    values = decode(*kept, BLOCK, signed=code is Code.SIGNED)
+    return values.mul_(values) if code is Code.ROOT else values
 
 
 _BF16 = StateFormat(
@@ -122,7 +113,7 @@ _BF16 = StateFormat(
 )
 _INT8 = StateFormat(
     "int8",
-    {"_codes": torch.int8, "_scales": torch.float32},
+    {CODES: torch.int8, SCALES: torch.float32},
     _encode_int8,
     _decode_int8,
     BLOCK,
@@ -140,7 +131,7 @@ def format_of(optimizer_cls: type[Optimizer], name: str) -> StateFormat | None:
         *others, last = map(repr, FORMATS)
         raise ValueError(f"state_format: {name!r} is no format; use {', '.join(others)} or {last}")
     found = FORMATS[name]
-    if found is not None and optimizer_cls not in MOMENTS:
+    if found is not None and optimizer_cls not in STATES:
         kind = OF_TORCH.get(optimizer_cls)
         if kind is None:
             why = "it is no class of torch.optim, so it may count its steps, and cannot be run unit by unit"

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.kernels.random_rounding import StepNoise, nearest
-from zeroshard.state_formats.formats import MOMENTS, StateFormat
+from zeroshard.kernels.state_codes import CODE_OF
+from zeroshard.state_formats.formats import STATES, StateFormat
 from zeroshard.zero.core.optimizer import State, StepOperands
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
@@ -36,7 +37,7 @@ class FormattedStates(StepOperands):
 
     def __init__(self, optimizer: Any, form: StateFormat, place: Place) -> None:
         self._optimizer, self.form, self._place = optimizer, form, place
-        self._moments = MOMENTS[type(optimizer)]
+        self._kinds = STATES[type(optimizer)]
         self._brought: list[tuple[Any, Kept]] = []
 
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -60,12 +61,12 @@ class FormattedStates(StepOperands):
         exact, noise = True, StepNoise()
         for piece in (piece for piece in pieces if piece.dtype == torch.float32):
             state = self._optimizer.state.get(piece, {})
-            for kind in self._moments:
+            for kind in self._kinds:
                 # torch's `load_state_dict` has converted them to the parameter's dtype.
                 for name, dtype in self.form.kept.items():
                     if name and f"{kind}{name}" in state:
                         state[f"{kind}{name}"] = state[f"{kind}{name}"].to(dtype)
-            wide = {kind: state[kind].clone() for kind in self._moments if isinstance(state.get(kind), Tensor)}
+            wide = {kind: state[kind].clone() for kind in self._kinds if isinstance(state.get(kind), Tensor)}
             self._encode(state, {}, noise, *self._place(piece))
             again = dict(state)
             self._decoded(again)
@@ -83,25 +84,25 @@ class FormattedStates(StepOperands):
     def _decoded(self, state: State) -> Kept:
         """Put wide states in the place of what they are kept in, which is returned."""
         found: Kept = {}
-        for kind, moment in self._moments.items():
+        for kind in self._kinds:
             names = [f"{kind}{name}" for name in self.form.kept]
             tensors = [state.get(name) for name in names]
             if [getattr(each, "dtype", None) for each in tensors] == [*self.form.kept.values()]:
                 found[kind] = [state.pop(name) for name in names]
-                state[kind] = self.form.decode(found[kind], moment)
+                state[kind] = self.form.decode(found[kind], CODE_OF[kind])
         return found
 
     def _encode(self, state: State, kept: Kept, noise: StepNoise, name: str, first: int) -> None:
         """Encode the wide states, into the tensors in which they were kept if there are any."""
         step = state.get("step")
-        for number, (kind, moment) in enumerate(self._moments.items()):
+        for number, kind in enumerate(self._kinds):
             values = state.get(kind)
             if not isinstance(values, Tensor) or values.dtype != torch.float32:
                 continue
             tensors = kept.get(kind) or self.form.made(values)
             device = values.device
             of = nearest(device) if step is None else noise.of(step, device, crc32(name.encode()) + first, number % 2)
-            self.form.encode(values.contiguous(), tensors, moment, of)
+            self.form.encode(values.contiguous(), tensors, CODE_OF[kind], of)
             del state[kind]
             state.update((f"{kind}{name}", each) for name, each in zip(self.form.kept, tensors, strict=True))
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 
 from zeroshard.kernels.adamw8bit import chunk_numel
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.state_formats.formats import FORMATS, MOMENTS, StateFormat
+from zeroshard.state_formats.formats import FORMATS, STATES, StateFormat
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.written_weights import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
@@ -136,7 +136,7 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1, by_unit=False),
 }
-_FORMATTED = {cls.__name__ for cls in MOMENTS}
+_FORMATTED = {cls.__name__ for cls in STATES}
 OPTIMIZER_STATES |= {
     f"{name} in {form.name}": state.kept_in(form)
     for form in filter(None, FORMATS.values())
