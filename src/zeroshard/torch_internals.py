@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._compile import _disable_dynamo
 from torch._guards import CompileContext
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
@@ -71,6 +72,14 @@ def breaks_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep ``function`` out of compiled graphs. `torch.compiler.disable` does it, and imports the compiler."""
     vars(function)["_torchdynamo_disable"] = True
     return function
+
+
+def runs_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `breaks_graphs`, of all that ``function`` calls too; it imports the compiler when it is called first.
+
+    `torch.compiler.disable` imports it at once. `Optimizer.add_param_group` is decorated in this way.
+    """
+    return _disable_dynamo(function)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

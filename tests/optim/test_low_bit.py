@@ -6,7 +6,7 @@ from torch import nn
 
 from zero.transport.test_reproducible import assert_same, train
 from zeroshard.comm import NullCommunicator
-from zeroshard.kernels import adamw8bit
+from zeroshard.kernels import adamw8bit, use_kernels
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW8bit, fp32_state_dict
 from zeroshard.zero import FlatLayout, Zero
@@ -76,7 +76,8 @@ def run_alone(cls, dtype, chunk, monkeypatch):
     for _ in range(5):
         for param in params:
             param.grad = (torch.randn(param.shape) * 10.0 ** torch.randint(-4, 3, param.shape)).to(dtype)
-        optimizer.step()
+        with use_kernels("reference"):
+            optimizer.step()
     return params, optimizer
 
 
@@ -228,17 +229,3 @@ def test_weights_gradients_and_states_take_16_10_and_7_bytes_of_a_parameter(cls,
     padding = taken["params"] + taken["grads"] - 2 * sum(numels) * dtype.itemsize
     assert 0 <= padding < 2 * 4 * 256 * dtype.itemsize * 2
     assert sum(taken.values()) - padding == per_param * sum(numels) + scales + 4 * len(numels)
-
-
-def test_chunks_of_another_size_give_the_same_bits(monkeypatch):
-    found = []
-    for chunk in (256, 1024, 1 << 22):
-        monkeypatch.setattr(adamw8bit, "CHUNK", chunk)
-        param = nn.Parameter(torch.randn(5000, generator=torch.Generator().manual_seed(1)))
-        optimizer = AdamW8bit([param], lr=1e-2)
-        for step in range(3):
-            param.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step))
-            optimizer.step()
-        found.append([param.detach(), *(each for each in optimizer.state[param].values())])
-    for other in found[1:]:
-        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found[0], other, strict=True))

@@ -13,7 +13,9 @@ zero: code c, from -128 to 127, is the level (c + 129) / 256. A second moment th
 makes a step of m / eps, which is thousands of times too long; bitsandbytes' map (arXiv:2110.02861) has that zero.
 
 Each operation below is one that IEEE 754 rounds once (sums, products, quotients, roots), so the result has the same
-bits however a piece is cut into chunks of whole blocks, on any number of threads.
+bits however a piece is cut into chunks of whole blocks, on any number of threads. The reference makes some fifty passes
+over a chunk. On a CPU one loop of ``adamw8bit.cpp`` (`zeroshard.kernels.cpu_loops`) does the same operations in one
+pass, for all pieces of a call.
 
 With ``correction`` a parameter is in bf16 and 8 further bits of it are in a state: `joined` makes the fp32 value of
 both, `split` rounds to 24 bits and makes the two of it. 2 + 1 bytes do the work of fp32 master weights.
@@ -21,13 +23,18 @@ both, `split` rounds to 24 bits and makes the two of it. 2 + 1 bytes do the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+from collections.abc import Sequence
 from math import sqrt
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw import AdamWOptions
+from zeroshard.kernels.dispatch import Choice, asked_for, choose
 
 KNEE = 0.0625  # K of the companding function
 _TINY = 2.0**-126  # the smallest normal fp32: scales are at least as large, so that no quotient is 0 / 0
@@ -100,35 +107,21 @@ def split(values: Tensor, weights: Tensor, correction: Tensor) -> None:
     correction.copy_(rest.add_(128).bitwise_right_shift_(8).clamp_(-128, 127))
 
 
-@dataclass(frozen=True)
-class Codes:
-    """The states of one piece; those of one element a block are rounded up for a last block that is shorter.
+class Codes(NamedTuple):
+    """The states of one piece; those of one element a block are rounded up for a last block that is shorter."""
 
-    Attributes:
-        m, r: codes, int8, as many as the piece has elements, contiguous.
-        m_scales, r_scales: fp32, one for each block.
-        correction: int8, as many as codes, for a piece in bf16; None: there is none.
-    """
-
-    m: Tensor
-    m_scales: Tensor
+    m: Tensor  # codes, int8, as many as the piece has elements, contiguous
+    m_scales: Tensor  # fp32, one for each block
     r: Tensor
     r_scales: Tensor
-    correction: Tensor | None = None
+    correction: Tensor | None = None  # int8, as many as codes, for a piece in bf16; None: there is none
 
 
 @torch.no_grad()
-def adamw8bit(param: Tensor, grad: Tensor, states: Codes, step: int, options: AdamWOptions, block: int) -> None:
-    """Update ``param`` (contiguous, floating) and its ``states`` in place.
-
-    Args:
-        param: the piece; it is computed in fp32. With ``states.correction`` it is bf16.
-        grad: its gradient, any floating dtype.
-        states: codes and scales.
-        step: t, the number of this update, from 1.
-        options: hyper-parameters.
-        block: elements of a block, counted from the piece's first element.
-    """
+def adamw8bit_reference(
+    param: Tensor, grad: Tensor, states: Codes, step: int, options: AdamWOptions, block: int
+) -> None:
+    """`adamw8bit` of one piece, in PyTorch, chunk by chunk."""
     flat, grads = param.view(-1), grad.reshape(-1)
     codes = [states.m.view(-1), states.r.view(-1)]
     chunk = max(chunk_numel(flat.device.type) // block, 1) * block
@@ -149,7 +142,7 @@ def adamw8bit(param: Tensor, grad: Tensor, states: Codes, step: int, options: Ad
 
 
 def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: AdamWOptions) -> None:
-    """As `adamw8bit`, of ``[blocks, block]``."""
+    """As `adamw8bit_reference`, of ``[blocks, block]``."""
     beta1, beta2 = options.beta1, options.beta2
     root = sqrt(1 - beta2**step)
     grad = grad.float()
@@ -157,7 +150,9 @@ def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: Adam
     decode_signed(states.m, states.m_scales, m, scratch)
     m.mul_(beta1).add_(torch.mul(grad, 1 - beta1, out=scratch))
     decode_unsigned(states.r, states.r_scales, r, scratch)
-    r.mul_(r).mul_(beta2).add_(torch.mul(grad, grad, out=scratch).mul_(1 - beta2)).sqrt_()
+    r.mul_(r).mul_(beta2).add_(torch.mul(grad, grad, out=scratch).mul_(1 - beta2))
+    # MKL's root of fp32 is off by a unit at times. That of float64 is near enough that fp32's nearest is the right one.
+    r.copy_(r.double().sqrt_())
     torch.add(r, options.eps * root, out=scratch)
     torch.div(m, scratch, out=scratch).mul_(options.lr * root / (1 - beta1**step))
     if states.correction is not None:
@@ -169,3 +164,106 @@ def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: Adam
         param.copy_(param.float().mul_(1 - options.lr * options.weight_decay).sub_(scratch))
     encode_signed(m, states.m, states.m_scales, scratch)
     encode_unsigned(r, states.r, states.r_scales, scratch)
+
+
+def in_one_pass(device_type: str) -> bool:
+    """Whether an update there allocates nothing, for it is one loop or kernel; as far as this machine can tell."""
+    return device_type == "cpu" and cpu_loops.loop(LOOP) is not None
+
+
+# ------------------------------------------------------------------------------------------------- loop of a CPU
+
+LOOP = "adamw8bit"
+_KINDS = {  # dtypes of parameter and gradient, as the loop numbers them; others are left to the reference
+    (torch.float32, torch.float32): 0,
+    (torch.float32, torch.bfloat16): 1,
+    (torch.bfloat16, torch.float32): 2,
+    (torch.bfloat16, torch.bfloat16): 3,
+}
+NUMEL_OF_THREAD = 65536  # elements for which another thread is worth its start
+
+
+def _served(param: Tensor, grad: Tensor, states: Codes) -> bool:
+    tensors = (param, grad, *(state for state in states if state is not None))
+    return (param.dtype, grad.dtype) in _KINDS and cpu_loops.has_memory(tensors)
+
+
+def _loop(
+    library: ctypes.CDLL,
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[Codes],
+    steps: list[int],
+    options: AdamWOptions,
+    block: int,
+) -> None:
+    grads = [grad.contiguous() for grad in grads]
+    rows = [
+        (
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (param, grad, *codes)),
+            *(param.numel(), block, _KINDS[param.dtype, grad.dtype]),
+        )
+        for param, grad, codes in zip(params, grads, states, strict=True)
+    ]
+    table = np.array(rows, dtype=np.int64)
+    numbers = np.array([_numbers(step, options) for step in steps], dtype=np.float32)
+    num_threads = min(torch.get_num_threads(), 1 + sum(param.numel() for param in params) // NUMEL_OF_THREAD)
+    library.zeroshard_adamw8bit(
+        ctypes.c_void_p(table.ctypes.data),
+        ctypes.c_void_p(numbers.ctypes.data),
+        ctypes.c_int64(len(rows)),
+        ctypes.c_int64(num_threads),
+    )
+    torch.autograd.graph.increment_version(params)  # as PyTorch's operations do
+
+
+def _numbers(step: int, options: AdamWOptions) -> tuple[float, ...]:
+    """Return beta1, 1 - beta1, beta2, 1 - beta2, eps, step size and decay, as `_update` computes them."""
+    beta1, beta2 = options.beta1, options.beta2
+    root = sqrt(1 - beta2**step)
+    size, decay = options.lr * root / (1 - beta1**step), 1 - options.lr * options.weight_decay
+    return beta1, 1 - beta1, beta2, 1 - beta2, options.eps * root, size, decay
+
+
+# ------------------------------------------------------------------------------------------------------- public
+
+
+@torch.no_grad()
+def adamw8bit(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Codes],
+    steps: Sequence[int],
+    options: AdamWOptions,
+    block: int,
+    kernels: Choice | None = None,
+) -> None:
+    """Update ``params`` and their ``states`` in place, all in one call of a loop or kernel where there is one.
+
+    Args:
+        params: pieces, contiguous, floating; they are computed in fp32. With ``correction`` one is bf16.
+        grads: one for each piece, its shape, any floating dtype.
+        states: codes and scales of each piece.
+        steps: t, the number of this update, from 1, of each piece.
+        options: hyper-parameters.
+        block: elements of a block, counted from each piece's first element.
+        kernels: backend; see `zeroshard.kernels.use_kernels`. ``"reference"``: PyTorch's operations, on a CPU too.
+    """
+    rest = []
+    looped: tuple[list[Tensor], list[Tensor], list[Codes], list[int]] = ([], [], [], [])
+    may_loop = asked_for(kernels) == "auto"
+    for piece in zip(params, grads, states, steps, strict=True):
+        if may_loop and _served(*piece[:3]):
+            for column, each in zip(looped, piece, strict=True):
+                column.append(each)  # ty: ignore[invalid-argument-type] -- columns of other types
+        else:
+            rest.append(piece)
+    if looped[0]:
+        library = cpu_loops.loop(LOOP)
+        if library is None:
+            rest += zip(*looped, strict=True)
+        else:
+            _loop(library, *looped, options, block)
+    for param, grad, codes, step in rest:
+        choose("adamw8bit", param.device, kernels)
+        adamw8bit_reference(param, grad, codes, step, options, block)

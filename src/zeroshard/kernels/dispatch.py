@@ -43,6 +43,7 @@ OPERATIONS: dict[str, Operation] = {
     "cross_entropy": Operation("CrossEntropy"),
     "linear_cross_entropy": Operation("LinearCrossEntropy"),
     "adamw": Operation("AdamW"),
+    "adamw8bit": Operation("AdamW8bit"),
     "block_formats": Operation("BlockFormats"),
     "carry_written": Operation("CarryWritten"),
 }

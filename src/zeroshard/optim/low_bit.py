@@ -26,6 +26,7 @@ from zeroshard.kernels import state_codes
 from zeroshard.kernels.adamw import AdamWOptions
 from zeroshard.kernels.adamw8bit import Codes, adamw8bit
 from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
+from zeroshard.torch_internals import runs_eagerly
 
 ADAMW_STATES = frozenset({"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"})
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,9 +83,16 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @runs_eagerly  # in a compiled step as well: a loop takes addresses, and step numbers would compile it anew
+    def _update(self) -> None:
         for group in self.param_groups:
             options = AdamWOptions(float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"])
-            for param in (param for param in group["params"] if param.grad is not None):
+            params = [param for param in group["params"] if param.grad is not None]
+            states = []
+            for param in params:
                 if param.grad.is_sparse:
                     raise RuntimeError(
                         f"step: a gradient is sparse, and {type(self).__name__} must be given dense ones"
@@ -92,12 +100,15 @@ class AdamW8bit(Optimizer):
                 state = self.state[param]
                 if not state:
                     state.update(self._fresh(param, group["block"]))
+                states.append(state)
+            for state in states:
                 state["step"] += 1
-                flat = param if param.is_contiguous() else param.contiguous()
-                adamw8bit(flat, param.grad, _codes(state), int(state["step"]), options, group["block"])
-                if flat is not param:
-                    param.copy_(flat)
-        return loss
+            flat = [param if param.is_contiguous() else param.contiguous() for param in params]
+            grads, steps = [param.grad for param in params], [int(state["step"]) for state in states]
+            adamw8bit(flat, grads, [*map(_codes, states)], steps, options, group["block"])
+            for param, copy in zip(params, flat, strict=True):
+                if copy is not param:
+                    param.copy_(copy)
 
     def _fresh(self, param: Tensor, block: int) -> dict[str, Any]:
         """States of a parameter before its first update, which are zero."""

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zeroshard.kernels.adamw8bit import chunk_numel
+from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.state_formats.formats import FORMATS, STATES, StateFormat
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
@@ -85,13 +85,16 @@ class OptimizerState:
         """Bytes that an update of a piece of ``numel`` elements allocates at a time; ``itemsize``: of its
         master.
 
-        8-bit states of a chunk are widened to fp32, with one scratch tensor, and so are weights and gradient if they
-        are narrow: `zeroshard.kernels.adamw8bit`.
+        8-bit states are updated in one pass, without any. Where there is neither a compiler nor Triton, those of a
+        chunk are widened to fp32, with scratch tensors, and so is the gradient if it is narrow:
+        `zeroshard.kernels.adamw8bit`.
         """
-        num_wide = self.num_per_element + (1 if itemsize >= WIDE_BYTES else 3)
+        if self.block == 1 or in_one_pass(device_type):
+            return 0
+        num_wide = self.num_per_element + (3 if itemsize >= WIDE_BYTES else 4)
         chunk = min(numel, chunk_numel(device_type))
         chunk = chunk // self.block * self.block or chunk  # a shorter block at the end has a turn of its own
-        return num_wide * WIDE_BYTES * chunk if self.block > 1 else 0
+        return num_wide * WIDE_BYTES * chunk
 
     def bytes_per_element(self, itemsize: int) -> float:
         """Bytes of state for each element of a large parameter whose master has ``itemsize``."""

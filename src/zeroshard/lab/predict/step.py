@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroshard.comm import CONTROL
-from zeroshard.kernels.adamw8bit import chunk_numel
 from zeroshard.kernels.random_rounding import scratch_bytes
 from zeroshard.lab.predict.actions import (
     CATEGORIES,
@@ -32,7 +31,6 @@ from zeroshard.lab.predict.actions import (
     Wait,
 )
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.lab.predict.eight_bits import passes_of_chunk
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import (
     DISK,
@@ -268,17 +266,9 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
     for buffer, numel in _seen(buffers, settings, here=True):
         master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
         num_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
-        num_calls = 1
         if reduced != master:  # a wide copy is written, and read
             num_bytes += numel * 2 * master
-        if (
-            optimizer.block > 1 and not optimizer.by_unit
-        ):  # by operations on chunks, each of which is read and written several times
-            numels = _updated_numels(buffer, settings)
-            num_calls, passed = passes_of_chunk(buffer.dtype, optimizer.block)
-            num_chunks = sum(-(-n // chunk_numel(settings.device_type)) for n in numels)
-            num_calls, num_bytes = max(num_calls * num_chunks, 1), passed * sum(numels)
-        yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype), num_calls=num_calls),))
+        yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype)),))
 
 
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:

@@ -1,0 +1,197 @@
+import logging
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from zeroshard.kernels import AdamWOptions, adamw8bit, cpu_loops, use_kernels
+from zeroshard.kernels.adamw8bit import Codes, adamw8bit_reference
+from zeroshard.kernels.adamw8bit import adamw8bit as update
+from zeroshard.optim import AdamW8bit, FlashAdamW
+
+OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+NUMELS = (1, 5, 15, 255, 256, 257, 3 * 4096 + 7, 70_000, 0)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = [(F32, F32, False), (F32, BF16, False), (BF16, F32, False), (BF16, BF16, False), (BF16, F32, True)]
+DTYPES += [(BF16, BF16, True)]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    if cpu_loops.loop(adamw8bit.LOOP) is None:
+        pytest.skip("needs a C++ compiler")
+
+
+def drawn(numels, dtype, grad_dtype, corrected, block, *, seed=0, powers=(-45, 3)):
+    """Pieces, gradients of any size with zeros among them, and states after some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    grads = []
+    for numel in numels:
+        powers_ = torch.randint(*powers, (numel,), generator=generator)
+        grad = torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0 ** powers_.double()
+        grads.append(torch.where(torch.rand(numel, generator=generator) < 0.3, 0, grad).to(grad_dtype))
+    params = [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
+    states = []
+    for numel in numels:
+
+        def codes(low, numel=numel):
+            return torch.randint(low, 128, (numel,), generator=generator, dtype=torch.int8)
+
+        def scales(numel=numel):
+            return torch.rand(-(-numel // block), generator=generator).mul_(0.1).add_(1e-30)
+
+        correction = torch.randint(-128, 128, (numel,), generator=generator, dtype=torch.int8)
+        states.append(Codes(codes(-127), scales(), codes(-128), scales(), correction if corrected else None))
+    return params, grads, states
+
+
+def updated(how, numels, dtype, grad_dtype, corrected, block, **given):
+    """Everything that three steps change."""
+    params, grads, states = drawn(numels, dtype, grad_dtype, corrected, block, **given)
+    for step in (1, 2, 3):
+        if how == "reference":
+            for param, grad, codes in zip(params, grads, states, strict=True):
+                adamw8bit_reference(param, grad, codes, step, OPTIONS, block)
+        else:
+            update(params, grads, states, [step] * len(params), OPTIONS, block)
+    return [*params, *(each for codes in states for each in codes if each is not None)]
+
+
+def assert_equal_bits(found, wanted):
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(one, other), f"tensor {number}: {(one != other).nonzero()[:3]}"
+
+
+@pytest.mark.parametrize("block", [16, 256, 4096])
+@pytest.mark.parametrize(("dtype", "grad_dtype", "corrected"), DTYPES)
+def test_the_loop_has_the_bits_of_the_reference_on_any_number_of_threads(compiled, dtype, grad_dtype, corrected, block):
+    """Odd sizes, shorter last blocks, zeros and denormals."""
+    case = (NUMELS, dtype, grad_dtype, corrected, block)
+    wanted = updated("reference", *case)
+    for num_threads in (1, 2, 3, 4):
+        torch.set_num_threads(num_threads)
+        assert_equal_bits(updated("loop", *case), wanted)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    numel=st.sampled_from([1, 2, 16, 17, 300]),
+    low=st.sampled_from([-45, -38, -20, 0, 30]),
+    wide=st.sampled_from([1, 8, 70]),
+    corrected=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_the_loop_has_the_bits_of_the_reference_for_gradients_of_any_size(numel, low, wide, corrected, seed):
+    dtype = BF16 if corrected else F32
+    powers = (low, min(low + wide, 18))
+    powers = powers if powers[0] < powers[1] else (low - 15, low - 14)
+    case = ((numel,), dtype, dtype, corrected, 16)
+    assert_equal_bits(
+        updated("auto", *case, seed=seed, powers=powers), updated("reference", *case, seed=seed, powers=powers)
+    )
+
+
+def trained(cls, how="auto", steps=3, dtype=F32, step=lambda optimizer: optimizer.step()):
+    """Parameters and states after some steps of an optimizer."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 33), (7,), (300, 5))]
+    params.append(nn.Parameter(torch.randn(6, 300).to(dtype).t()))  # not contiguous
+    optimizer = cls(params, 0.01)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape).to(dtype)
+        params[0].grad = torch.randn(33, 40).t().to(dtype)
+        with use_kernels(how):
+            step(optimizer)
+    return [*params, *(value for param in params for value in optimizer.state[param].values())]
+
+
+@pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, F32), (AdamW8bit, F16), (FlashAdamW, BF16)])
+def test_an_optimizer_steps_to_the_same_bits_by_loop_and_reference(cls, dtype):
+    assert_equal_bits(trained(cls, dtype=dtype), trained(cls, "reference", dtype=dtype))
+
+
+def test_a_step_inside_of_a_compiled_function_and_on_another_thread_has_the_same_bits(compiled):
+    wanted = trained(AdamW8bit)
+    torch.compiler.reset()
+    compiled_step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
+    assert_equal_bits(trained(AdamW8bit, step=compiled_step), wanted)
+
+    def on_a_thread(optimizer):
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+
+    assert_equal_bits(trained(AdamW8bit, step=on_a_thread), wanted)
+
+
+def on_two_threads(pieces):
+    """Sums of what a step changes; PyTorch's own threads do not survive a fork, so only the loop has two."""
+    params, grads, states = pieces
+    torch.set_num_threads(2)
+    update(params, grads, states, [1], OPTIONS, 256)
+    torch.set_num_threads(1)
+    return [float(each.double().sum()) for each in (*params, *states[0][:4])]
+
+
+def test_a_forked_process_updates_on_several_threads_as_its_parent_has(compiled):
+    """The threads of a call end with it, so a fork loses none."""
+    case = ((300_000,), F32, F32, False, 256)
+    wanted, again = on_two_threads(drawn(*case)), drawn(*case)
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=lambda: there.send(on_two_threads(again)))
+    child.start()
+    assert here.poll(60)
+    assert here.recv() == wanted
+    child.join()
+
+
+def test_graphs_of_before_an_update_are_outdated_and_tensors_without_memory_take_the_reference(compiled):
+    weight = nn.Parameter(torch.ones(300))
+    loss = (weight * weight).sum()
+    optimizer = AdamW8bit([weight])
+    weight.grad = torch.ones(300)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.device("meta"):
+        nothing = nn.Parameter(torch.ones(300))
+        nothing.grad = torch.ones(300)
+    AdamW8bit([nothing]).step()
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "bad compiler", "no folder"])
+def test_without_a_compiler_or_a_folder_one_line_says_what_happens(trouble, monkeypatch, caplog, tmp_path):
+    cpu_loops.loop.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false" if trouble == "bad compiler" else "")
+    if trouble == "no compiler":
+        monkeypatch.setattr(cpu_loops.shutil, "which", lambda name: None)
+    if trouble == "no folder":
+        (tmp_path / "zeroshard").write_text("a file")
+    try:
+        with caplog.at_level(logging.WARNING, "zeroshard.kernels"):
+            found = trained(AdamW8bit)
+            assert_equal_bits(found, trained(AdamW8bit, "reference"))
+    finally:
+        cpu_loops.loop.cache_clear()
+    if trouble == "no folder" and not caplog.records:
+        return  # compiled in a temporary one
+    (record,) = caplog.records
+    assert record.message.startswith("kernels: adamw8bit runs by PyTorch's own operations, many times slower: ")
+    assert "\n" not in record.message
+
+
+def test_a_library_of_another_system_is_made_anew(compiled, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        cpu_loops.loop.cache_clear()
+        assert cpu_loops.loop(adamw8bit.LOOP) is not None
+        (file,) = (tmp_path / "zeroshard").glob("*.so")
+        file.unlink()
+        file.write_bytes(b"of another system")
+    cpu_loops.loop.cache_clear()
