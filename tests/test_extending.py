@@ -150,10 +150,7 @@ def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
         (["--model", "newcomer:Nothing"], "model: newcomer has no 'Nothing'; "),
         (["--data", "newcomer:Nothing"], "data.source: newcomer has no 'Nothing'; "),
         (["--strategy", "newcomer:Nothing"], "strategy: newcomer has no 'Nothing'; "),
-        (
-            ["--model", "json:dumps"],
-            "model: json:dumps cannot be called with no arguments (missing a required argument",
-        ),
+        (["--model", "json:dumps"], "model: json:dumps cannot be called with no arguments (missing a required arg"),
         (["--model", "json:JSONDecoder"], "model: json:JSONDecoder has made a JSONDecoder, which has no build, "),
         (["--data", "json:JSONDecoder"], "data.source: json:JSONDecoder cannot be called with SourceRequest ("),
         (["--strategy", "json:decoder"], "strategy: json:decoder is no class or function; "),

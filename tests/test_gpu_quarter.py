@@ -17,9 +17,18 @@ GPU = ROOT / "benchmarks" / "gpu"
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
+def _run(*words, check=False, **env):
+    command = [sys.executable, *map(str, words)]
+    return forked.run(command, capture_output=True, text=True, check=check, env={**os.environ, **env})
+
+
 def _quarter(out, *words):
-    command = [sys.executable, GPU / "quarter.py", "--rehearse", "--out", out, *words]
-    return forked.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    return _run(GPU / "quarter.py", "--rehearse", "--out", out, *words)
+
+
+@pytest.fixture
+def _gpu_modules(monkeypatch):
+    monkeypatch.syspath_prepend(GPU)
 
 
 def _records(out):
@@ -57,17 +66,14 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
+@pytest.mark.usefixtures("_gpu_modules")
 def test_plans_are_near_what_a_gpu_measured(tmp_path):
     """Peaks within 3 % and steps within 10 %, planned anew on this CPU for each committed case."""
-    sys.path.insert(0, str(GPU))
-    try:
-        from page import Found
-    finally:
-        sys.path.remove(str(GPU))
+    from page import Found
+
     results = tmp_path / "results.jsonl"
     results.write_text(max((GPU / "results").glob("*.jsonl")).read_text())
-    command = [sys.executable, GPU / "page.py", "--results", results, "--plan"]
-    forked.run(list(map(str, command)), check=True)
+    _run(GPU / "page.py", "--results", results, "--plan", check=True)
     records, keys = Found(_records(results)).records, ("model", "checkpointing", "stage", "world", "rows")
     memory = [record for record in records if record["row"] == "memory"]
     peaks = {tuple(r[key] for key in keys): r["peak_bytes"] for r in memory if "peak_bytes" in r}
@@ -90,9 +96,9 @@ def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehears
     out, _ = rehearsal
     readme = tmp_path / "README.md"
     readme.write_text((ROOT / "README.md").read_text())
-    words = [sys.executable, GPU / "page.py", "--results", out, "--out", tmp_path / "gpu.md", "--readme", readme]
+    words = [GPU / "page.py", "--results", out, "--out", tmp_path / "gpu.md", "--readme", readme]
     for more in (["--plan"], [], ["--check"]):
-        done = forked.run(list(map(str, [*words, *more])), capture_output=True, text=True, check=False)
+        done = _run(*words, *more)
         assert done.returncode == 0, done.stderr
     records = [record for record in _records(out) if record["row"] == "memory"]
     keys = ("model", "checkpointing", "stage", "world", "rows")
@@ -108,7 +114,7 @@ def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehears
     assert "not measured" in page
     assert "| 14 of 14 |" in readme.read_text()
     readme.write_text(readme.read_text().replace("14 of 14", "15 of 14"))
-    stale = forked.run(list(map(str, [*words, "--check"])), capture_output=True, text=True, check=False)
+    stale = _run(*words, "--check")
     assert (stale.returncode, "run it" in stale.stderr) == (3, True)
 
 
@@ -123,21 +129,18 @@ def test_what_is_done_is_not_done_again_and_what_would_end_too_late_does_not_sta
 
 
 def test_a_page_of_a_file_that_is_not_there_is_an_error_in_a_line_and_the_committed_one_is_right(tmp_path):
-    words = [sys.executable, GPU / "page.py", "--results", tmp_path / "none.jsonl", "--out", tmp_path / "gpu.md"]
-    done = forked.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    done = _run(GPU / "page.py", "--results", tmp_path / "none.jsonl", "--out", tmp_path / "gpu.md")
     assert done.returncode == 2
     assert re.fullmatch(r"error: --results: there is no .*none.jsonl; run quarter.py first\n", done.stderr)
     assert not (tmp_path / "gpu.md").exists()
-    done = forked.run([sys.executable, str(GPU / "page.py"), "--check"], capture_output=True, text=True, check=False)
+    done = _run(GPU / "page.py", "--check")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("_gpu_modules")
 def test_a_results_file_that_a_kill_cut_short_is_read_up_to_there(tmp_path):
-    sys.path.insert(0, str(GPU))
-    try:
-        from quarter import is_done, read
-    finally:
-        sys.path.remove(str(GPU))
+    from quarter import is_done, read
+
     path = tmp_path / "cut.jsonl"
     path.write_text('{"row": "norms", "end": "done"}\n{"row": "norms", "begin": "x"}\n{"row": "loss", "en')
     assert len(read(path)) == 2
@@ -146,13 +149,9 @@ def test_a_results_file_that_a_kill_cut_short_is_read_up_to_there(tmp_path):
 
 
 def test_without_a_gpu_or_with_an_unknown_row_it_says_so_in_a_line(tmp_path):
-    command = [sys.executable, str(GPU / "quarter.py"), "--out", str(tmp_path / "r.jsonl")]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    alone = forked.run(command, capture_output=True, text=True, check=False, env=hidden)
-    assert (alone.returncode, alone.stderr) == (
-        2,
-        "error: no GPU: torch sees none here; add --rehearse for toy sizes\n",
-    )
+    alone = _run(GPU / "quarter.py", "--out", tmp_path / "r.jsonl", CUDA_VISIBLE_DEVICES="")
+    said = "error: no GPU: torch sees none here; add --rehearse for toy sizes\n"
+    assert (alone.returncode, alone.stderr) == (2, said)
     unknown = _quarter(tmp_path / "r.jsonl", "--only", "norm")
     assert unknown.returncode == 2
     folder = _quarter(tmp_path)
@@ -160,16 +159,14 @@ def test_without_a_gpu_or_with_an_unknown_row_it_says_so_in_a_line(tmp_path):
     assert unknown.stderr.startswith("error: --only: there is no row 'norm'; rows: right, kernels right, ")
 
 
+@pytest.mark.usefixtures("_gpu_modules")
 def test_the_commands_of_the_readme_are_short_and_name_what_is_there():
     text = (GPU / "README.md").read_text()
     blocks = [block for block in re.findall(r"```sh\n(.*?)```", text, re.S) if "--seconds" in block]
     assert ["--seconds 480" in blocks[0], "--seconds 200" in blocks[1], len(blocks)] == [True, True, 2]
     assert all(len(block) < 2000 for block in blocks)
-    sys.path.insert(0, str(GPU))
-    try:
-        from quarter import ROWS
-    finally:
-        sys.path.remove(str(GPU))
+    from quarter import ROWS
+
     assert sum(row.seconds for row in ROWS) <= 480
     assert all(row.limit_s >= 1.8 * row.seconds for row in ROWS)
 
@@ -193,8 +190,7 @@ def failing(name, checkpointing, stage, *more):
     return peak(name, checkpointing, stage, *more)
 rows._peak_of_a_step = failing
 rows.memory(rows.Budget(30), say)"""
-    environment = {**os.environ, "QUARTER_REHEARSES": "1"}
-    done = forked.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    done = _run("-c", program, check=True, QUARTER_REHEARSES="1")
     facts = {"idle_share": pytest.approx(0.2), "num_streams": 2, "num_kernels": 4, "num_host_waits": 1, "num_reads": 0}
     assert json.loads(done.stdout.splitlines()[0]) == facts
     records = _records(tmp_path / "r.jsonl")
@@ -216,8 +212,7 @@ alloc = lambda address, size, line: {{"action": "alloc", "addr": address, "size"
 free = lambda address, action="free_requested": {{"action": action, "addr": address, "size": 0}}
 entries = [alloc(8, 30, 1), free(8), free(8, "free_completed"), alloc(16, 20, 2), free(4), alloc(8, 25, 3)]
 print(json.dumps(replayed(entries, {{4: 10, 5: 1}})))"""
-    environment = {**os.environ, "QUARTER_REHEARSES": "1"}
-    done = forked.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    done = _run("-c", program, check=True, QUARTER_REHEARSES="1")
     kinds, peak = map(json.loads, done.stdout.splitlines())
     by_kind = {"products": [1, 1.0], "sums": [1, 2.0], "compiled": [1, 3.0], "others": [1, 4.0]}
     assert (kinds["by_kind"], kinds["kernels_ms"]) == (by_kind, 10.0)

@@ -65,11 +65,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(changes, line):
     ("config", "changes", "line"),
     [
         (GPT2_SHAPE, {"model_type": "mamba"}, "model_type: 'mamba' cannot be imported"),
-        (
-            GPT2_SHAPE,
-            {"activation_function": "relu"},
-            "activation_function: 'relu' is not computed here, but 'gelu_new'",
-        ),
+        (GPT2_SHAPE, {"activation_function": "relu"}, "activation_function: 'relu' is not computed here, but"),
         (GPT2_SHAPE, {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
         (GPT2_SHAPE, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
         (GPT2_SHAPE, {"n_inner": 24}, "n_inner: 24 is not computed here, but 32 is"),
@@ -83,11 +79,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(changes, line):
         (LLAMA_SHAPE, {"rope_parameters": "yarn"}, "rope_parameters: 'yarn'"),
         (LLAMA_SHAPE, {"head_dim": 8}, "head_dim: 8 is not computed here, but 4 is"),
         (LLAMA_SHAPE, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_parameters: 'llama3'"),
-        (
-            LLAMA_SHAPE,
-            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling: 'linear'",
-        ),
+        (LLAMA_SHAPE, {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling: 'linear'"),
     ],
 )
 def test_what_our_models_do_not_compute_is_refused_by_its_key(config, changes, line):

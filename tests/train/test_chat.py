@@ -125,7 +125,7 @@ def test_the_end_is_found_wherever_pieces_part_it():
         (("--message", "a", "--template", "no-such-file"), "template: no-such-file cannot be read"),
         (
             ("--message", "a", "--template", "REFUSES"),
-            "template: {REFUSES} refuses the conversation in --message: 'no'; give",
+            "template: {REFUSES} refuses the conversation in --message: 'no'",
         ),
     ],
 )

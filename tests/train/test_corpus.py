@@ -33,12 +33,6 @@ def streamed(tiny_config, tmp_path, monkeypatch):
     return make
 
 
-def test_a_run_trains_from_a_stream_and_writes_text_without_it(streamed):
-    config = streamed()
-    assert run_training(config) == 0
-    assert load_tokenizer(tokenizer_folder(Path(config.out))).name == "bytes"
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(streamed, tmp_path, world_size):
     constant = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0}  # a schedule would follow max_steps
@@ -46,6 +40,7 @@ def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(st
     whole = trained(streamed(**changes, out=str(tmp_path / "whole")))
     half = streamed(**changes, out=str(tmp_path / "half"))
     trained(half.model_copy(update={"max_steps": 5}))
+    assert load_tokenizer(tokenizer_folder(Path(half.out))).name == "bytes"  # text is written without the stream
     rest = trained(half.model_copy(update={"resume": "auto"}), world_size)
     assert list(rest) == [*range(6, 13), "val"]
     if world_size == 1:
@@ -113,16 +108,12 @@ def test_other_tables_are_refused_when_a_run_goes_on(streamed, tmp_path):
         ({"max_tokens": 5}, r"data\.max_tokens: 5 cannot bound a stream"),
         ({"tokenizer": "bpe:300"}, r"data\.tokenizer: bpe:300 would have to be trained before the first step"),
         ({"source": "python-stdlib", "path": ()}, r"data\.streaming: the source python-stdlib is no table of texts"),
+        ({"document_mask": True}, r"data\.document_mask: the tokenizer bytes has no id that ends a document"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused(streamed, data, line):
     with pytest.raises(UserError, match=line):
         run_training(streamed(data=data))
-
-
-def test_attention_inside_documents_needs_an_end_of_document(streamed, tmp_path):
-    with pytest.raises(UserError, match=r"data\.document_mask: the tokenizer bytes has no id that ends a document"):
-        run_training(streamed(data={"document_mask": True}))
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])

@@ -149,18 +149,15 @@ def _of_100_ids(hf):
     [
         (
             lambda hf: change(hf / "config.json", model_type="bert"),
-            "config.json: model_type: 'bert' cannot be imported; take a gpt2 or llama",
+            "config.json: model_type: 'bert' cannot be imported",
         ),
         (lambda hf: change(hf / "config.json", n_layer=2), "transformer.h.1.ln_1.weight: is not among the weights"),
         (lambda hf: (hf / "model.safetensors").unlink(), "source: .* holds no model.safetensors"),
         (
             lambda hf: rewritten(hf, lm_head=torch.zeros(270, 32)),
-            "lm_head.weight: is tied to transformer.wte.weight and differs",
+            "lm_head.weight: is tied to transformer.wte.weight and",
         ),
-        (
-            lambda hf: rewritten(hf, wte=torch.zeros(270, 32, dtype=torch.int8)),
-            "transformer.wte.weight: is of dtype I8",
-        ),
+        (lambda hf: rewritten(hf, wte=torch.zeros(270, 32).char()), "transformer.wte.weight: is of dtype I8"),
         (_of_100_ids, "tokenizer.json: has 270 tokens, the model 100"),
         (lambda hf: (hf / "tokenizer.json").write_text("{}"), "data.tokenizer: .*tokenizer.json cannot be read"),
     ],

@@ -266,38 +266,32 @@ def _forgets(lane):
     return plant
 
 
-def _replaces(owner, name, method):
-    return lambda monkeypatch: monkeypatch.setattr(owner, name, method)
+def _does_nothing(owner, name):
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, lambda of: None)
 
 
 FAULTS = {
     "the copy does not wait for the step": (_forgets("copy_in"), Case(1, bfloat16=True)),
     "the gather does not wait for the copy": (_forgets("gather"), Case(3, bfloat16=True)),
     "the reduction does not wait for the gradients": (_forgets("reduce"), Case(2)),
-    "memory is taken while weights in it are read": (_replaces(DeviceStreams, "freed", lambda self: None), Case(3)),
+    "memory is taken while weights in it are read": (_does_nothing(DeviceStreams, "freed"), Case(3)),
     "gradients are written while they are reduced": (
-        _replaces(FlatGrads, "_vacate_local", lambda self: None),
+        _does_nothing(FlatGrads, "_vacate_local"),
         Case(1, path="another order"),
     ),
     "what has arrived in a wire format is freed while it is read": (
-        _replaces(wire, "record_read", lambda packed: None),
+        _does_nothing(wire, "record_read"),
         Case(3, wire="int8"),  # at stages 1 and 2 the next codes come after the step, and so after these
     ),
     "a shard is quantised before it is computed": (_forgets("reduce"), Case(2, wire="int8")),
     "a node's sum is freed while it is quantised": (
-        _replaces(wire, "record_read", lambda packed: None),
+        _does_nothing(wire, "record_read"),
         Case(2, wire="int8", node_size=2, num_micro=2),
     ),
     "weights are quantised before the step is over": (_forgets("copy_in"), Case(1, wire="int8")),
     "a save copies what is still being computed": (_forgets("save"), Case(1, saves="in place")),
-    "a step changes what is being copied": (
-        _replaces(HostCopies, "settle", lambda self: None),
-        Case(2, saves="in place"),
-    ),
-    "the writer reads copies that have not come": (
-        _replaces(HostCopies, "wait", lambda self: None),
-        Case(3, saves="at once"),
-    ),
+    "a step changes what is being copied": (_does_nothing(HostCopies, "settle"), Case(2, saves="in place")),
+    "the writer reads copies that have not come": (_does_nothing(HostCopies, "wait"), Case(3, saves="at once")),
 }
 
 

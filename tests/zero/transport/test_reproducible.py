@@ -350,14 +350,8 @@ class _WithoutExchange(NullCommunicator):
         ({"reproducible": 2, "accumulate": "local"}, "reproducible: 2 is given, and accumulate adds up on each rank"),
         ({"reproducible": 2, "shard_size": 1}, "reproducible: 2 is given, and shard_size adds up over two levels"),
         ({"reproducible": 2, "precision": MixedPrecision(reduce="int8")}, "reproducible: 2 .* precision.reduce rounds"),
-        (
-            {"reproducible": 2, "shard_size": 1, "local_steps": LocalSteps(every=2)},
-            "reproducible: 2 .* local_steps lets",
-        ),
-        (
-            {"reproducible": 2, "comm": _WithoutExchange(2)},
-            "comm: reproducible sums exchange gradients, and a _WithoutExchange has no all_",
-        ),
+        ({"reproducible": 2, "shard_size": 1, "local_steps": LocalSteps(2)}, "reproducible: 2 .* local_steps lets"),
+        ({"reproducible": 2, "comm": _WithoutExchange(2)}, "comm: reproducible sums .* a _WithoutExchange has no all_"),
     ],
 )
 def test_what_rounds_in_between_is_refused(given, said):
