@@ -1,10 +1,12 @@
 """Sequences that ranks share: losses and gradients of one process, whatever the model, the ranks and the documents."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from hf_models import (
     hf_folder,  # noqa: F401 -- a fixture
@@ -16,6 +18,7 @@ from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_se
 from zeroshard.models.adapters import Lora
 from zeroshard.models.hugging_face.config import config_of
 from zeroshard.models.lora import built_with_lora
+from zeroshard.train.setup.compiled import compile_blocks
 from zeroshard.zero import Zero
 
 VOCAB, SEQ_LEN, EOS, IGNORED = 61, 16, 5, -100
@@ -237,3 +240,21 @@ def test_what_cannot_be_shared_is_one_line():
         four.cut(torch.zeros(1, 2))
     with pytest.raises(UserError, match=r"seq_len: 18 tokens cannot be cut into 4 equal parts .*give 16 or 20"):
         four.cut(torch.zeros(1, 18))
+
+
+@pytest.mark.parametrize("how", ["none", "full", "offload"])
+def test_compiled_blocks_are_graphs_before_and_after_attention(how):
+    config = replace(OURS["llama"], activation_checkpointing=how)
+    tokens, targets, _ = SequenceParallel(NullCommunicator(2)).cut(*rows())
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = config.build(seed=1)
+        model.share_sequences(SequenceParallel(NullCommunicator(2)))
+        if compiled:
+            compile_blocks(model.blocks, "aot_eager", torch.device("cpu"), fullgraph=False)
+        model(tokens, targets).backward()
+        found.append([param.grad for param in model.parameters()])
+    assert counters["stats"]["unique_graphs"] >= 2
+    torch.testing.assert_close(found[1], found[0])

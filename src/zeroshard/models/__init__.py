@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeroshard.models.head import Head as Head
     from zeroshard.models.head import head_loss as head_loss
     from zeroshard.models.head import with_embedding_and_head as with_embedding_and_head
+    from zeroshard.models.hugging_face.shared_sequences import share_sequences as share_sequences
     from zeroshard.models.llama import Llama as Llama
     from zeroshard.models.llama import LlamaConfig as LlamaConfig
     from zeroshard.models.presets import PRESETS as PRESETS
@@ -30,6 +31,5 @@ if TYPE_CHECKING:
     from zeroshard.models.presets import nearest_preset as nearest_preset
     from zeroshard.models.recompute import offload_inputs as offload_inputs
     from zeroshard.models.sequence_parallel import SequenceParallel as SequenceParallel
-    from zeroshard.models.sequence_parallel import share_sequences as share_sequences
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -115,6 +115,18 @@ def change_forward(block: nn.Module, change: Callable[[Callable[..., Any]], Call
         block.forward = change(block.forward)
 
 
+def change_recomputed(block: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what a block's forward runs twice by ``change`` of it; of a block that keeps everything, all of it."""
+
+    def inside(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(forward, partial) and forward.func is _run:
+            inner, kept, random = forward.args
+            return partial(_run, change(inner), kept, random)
+        return change(forward)
+
+    change_forward(block, inside)
+
+
 def keep_random_state(blocks: Iterable[nn.Module]) -> None:
     """Make recomputed blocks draw the same random numbers in both runs, in place: for dropout that was added later."""
     for block in blocks:

@@ -29,7 +29,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeroshard import rules
@@ -197,34 +197,6 @@ class SequenceParallel:
         with labelled(LABEL):
             all_to_all(self.comm, got.view(-1), sent.view(-1)).wait()
         return got
-
-
-def share_sequences(model: nn.Module, sequence: SequenceParallel) -> None:
-    """Share each sequence of ``model`` among ranks: from now on its forward takes this rank's part of each row.
-
-    Cut tokens, targets and positions alike, by `SequenceParallel.cut`. Positions that are not given are those in the
-    whole sequence. The logits are those of the part.
-
-    Args:
-        model: one of ours, or a causal language model of `transformers`, with adapters of `peft` or without.
-        sequence: the ranks.
-
-    Raises:
-        UserError: the ranks do not divide its heads, or it mixes tokens elsewhere than in its attention.
-        TypeError: it is a model of another kind; call `SequenceParallel.around` in its attention.
-    """
-    own: Callable[[SequenceParallel], None] | None = getattr(model, "share_sequences", None)
-    if own is not None:
-        own(sequence)
-        return
-    of_adapters: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
-    inner = model if of_adapters is None else of_adapters()
-    if not hasattr(getattr(inner, "config", None), "_attn_implementation"):
-        what = f"sequences of a {type(model).__name__} cannot be shared here"
-        raise TypeError(f"{what}: it is no model of transformers; call sequence.around in its attention")
-    from zeroshard.models.hugging_face.shared_sequences import share  # imports transformers
-
-    share(inner, sequence)
 
 
 class _Exchange(torch.autograd.Function):

@@ -71,8 +71,11 @@ def predict(job: Job) -> Planned:
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
     step_s = None if calibration is None else _step_s(job, buffers, step, calibration)
-    exchanges = _sent(job, (message for message in step.messages() if f"{message.buffer}/{message.phase}" == LABEL))
-    return replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s, exchanges=exchanges)
+    planned = replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
+    if job.sequence_parallel == 1:
+        return planned
+    exchanges = (message for message in step.messages() if f"{message.buffer}/{message.phase}" == LABEL)
+    return replace(planned, exchanges=_sent(job, exchanges))
 
 
 def _settings(job: Job) -> Settings:

@@ -49,6 +49,32 @@ class _Forward:
 _forward: ContextVar[_Forward | None] = ContextVar("zeroshard_forward", default=None)
 
 
+def share_sequences(model: nn.Module, sequence: SequenceParallel) -> None:
+    """Share each sequence of ``model`` among ranks: from now on its forward takes this rank's part of each row.
+
+    Cut tokens, targets and positions alike, by `SequenceParallel.cut`. Positions that are not given are those in the
+    whole sequence. The logits are those of the part.
+
+    Args:
+        model: one of ours, or a causal language model of `transformers`, with adapters of `peft` or without.
+        sequence: the ranks.
+
+    Raises:
+        UserError: the ranks do not divide its heads, or it mixes tokens elsewhere than in its attention.
+        TypeError: it is a model of another kind; call `SequenceParallel.around` in its attention.
+    """
+    own: Callable[[SequenceParallel], None] | None = getattr(model, "share_sequences", None)
+    if own is not None:
+        own(sequence)
+        return
+    of_adapters: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    inner = model if of_adapters is None else of_adapters()
+    if not hasattr(getattr(inner, "config", None), "_attn_implementation"):
+        what = f"sequences of a {type(model).__name__} cannot be shared here"
+        raise TypeError(f"{what}: it is no model of transformers; call sequence.around in its attention")
+    share(inner, sequence)
+
+
 def share(hf: nn.Module, sequence: SequenceParallel) -> None:
     """Have the attention of ``hf``, a model of `transformers`, see the sequences that ``sequence``'s ranks share.
 

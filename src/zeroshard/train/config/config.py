@@ -296,6 +296,9 @@ class TrainConfig(Config):
         if self.compile and self.model.tiles != "none":
             todo = "leave one out: a compiled block is one graph, whose backward torch writes"
             raise UserError("model.tiles", f"{self.model.tiles} with compile", todo)
+        if self.compile and self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective"):
+            what = f"{self.model.activation_checkpointing} with compile and sequence_parallel: compiled parts keep all"
+            raise UserError("model.activation_checkpointing", what, "leave one out, or recompute blocks by full")
         strategy = strategy_entry(self.strategy)
         check_local_steps_settings(
             self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype

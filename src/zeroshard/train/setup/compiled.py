@@ -3,7 +3,8 @@
 A block's ``forward`` is compiled, not its ``__call__``. So a strategy's hooks on the block (unshard, reshard) run
 eagerly outside the graph, which contains only the model. All blocks share one graph for training and one for
 evaluation, because weights are inputs of the graph. With ``fullgraph`` a graph break is an error instead of a slow run.
-If ranks share sequences, attention is not compiled: a block is the graph before it and the graph after it.
+If ranks share sequences, attention is not compiled: a block is the graph before it and the graph after it. Torch's
+compiler does not cut a recomputation in two, so that one then runs these graphs again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError
-from zeroshard.models.recompute import change_forward
+from zeroshard.models.recompute import change_forward, change_recomputed
 from zeroshard.train.config.config import CompileBackend
 
 
@@ -31,8 +32,9 @@ def compile_blocks(
     """
     if backend == "inductor":
         require_compiler(device)
+    change = change_forward if fullgraph else change_recomputed
     for block in blocks:
-        change_forward(block, partial(torch.compile, backend=backend, fullgraph=fullgraph))
+        change(block, partial(torch.compile, backend=backend, fullgraph=fullgraph))
 
 
 def require_compiler(device: torch.device) -> None:
