@@ -310,14 +310,3 @@ def require_kept(
     }
     facts = [({**own, **theirs}, theirs, some) for own, theirs, some in zip(groups, saved_groups, params, strict=True)]
     of_groups(make, facts, lambda name: saved.get(name, {}), STATE_DICT)
-
-
-def require_numbered(
-    make: partial[Optimizer], groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> None:
-    """Do as `require_kept` for an optimizer of whole parameters, which ``state_dict`` numbers."""
-    saved_groups = state_dict["param_groups"]
-    pairs = [zip(saved["params"], own["params"], strict=True) for saved, own in zip(saved_groups, groups, strict=True)]
-    facts = [[ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device) for n, p in some] for some in pairs]
-    states = {f"parameter {number}": state for number, state in state_dict["state"].items()}
-    require_kept(make, groups, saved_groups, facts, states)

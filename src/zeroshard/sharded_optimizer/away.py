@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from zeroshard.slab import Slab, room
 from zeroshard.zero.offload.disk import DiskStates, file_of_rank
 from zeroshard.zero.offload.on_disk import UnitOnDisk, shaped_like
 from zeroshard.zero.offload.settings import Offload
+
+if TYPE_CHECKING:
+    from zeroshard.state_formats.operands import FormattedStates
 
 HOST = torch.device("cpu")
 
@@ -54,6 +57,7 @@ class StatesAway:
         self._away: dict[Tensor, None] = {}  # parameters whose states leave, in order
         self.parts: list[list[Tensor]] = []  # all of this rank's parameters, a bucket's at a time
         self._stored: dict[Tensor, UnitOnDisk] = {}  # by parameter: the states of its part in the file
+        self.stands_for: dict[Tensor, Tensor] = {}  # the parameter of each stand-in that there is
         self._slabs: dict[torch.device, tuple[Slab, Tensor]] = {}  # and all of its bytes, by the device of the weights
 
     def take(self, params: Sequence[Tensor]) -> None:
@@ -141,18 +145,22 @@ class StatesAway:
                     copy.grad = _copied(param.grad.detach(), grads[param])
             self._wait(params)
 
+        self.stands_for = {copy: param for param, copy in copies.items()}
         with _in_place_of(optim, copies):
             yield copy_grads
+        self.stands_for = {}
         with torch.no_grad():
             for param, copy in copies.items():
                 param.copy_(copy, non_blocking=True)
 
-    def load(self, optim: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a dict by the class's own method, with states that leave on the host."""
+    def load(self, optim: Optimizer, state_dict: dict[str, Any], formatted: FormattedStates | None = None) -> None:
+        """Load a dict by the class's own method, with states that leave on the host, in their format."""
         params = [param for group in optim.param_groups for param in group["params"] if self.stands_in(param)]
         there = {param: nn.Parameter(torch.empty_like(param, device=HOST)) for param in params}  # nobody writes there
         with _in_place_of(optim, there):
             optim.load_state_dict(state_dict)
+        if formatted is not None:
+            formatted.loaded(param for group in optim.param_groups for param in group["params"])
         self._keep(optim)
 
     def _keep(self, optim: Optimizer) -> None:

@@ -38,7 +38,7 @@ from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
-from zeroshard.optimizer_classes.kept_states import ParamFacts, require_numbered
+from zeroshard.optimizer_classes.kept_states import ParamFacts, require_kept
 from zeroshard.sharded_optimizer.acceptance import (
     PER_RANK,
     check_class,
@@ -54,8 +54,14 @@ from zeroshard.zero.offload.settings import Offload
 
 if TYPE_CHECKING:
     from zeroshard.sharded_optimizer.away import StatesAway
+    from zeroshard.state_formats.formats import StateFormat
+    from zeroshard.state_formats.operands import FormattedStates
 
 BUCKET_BYTES = 16 << 20
+
+
+def _nothing() -> None:
+    """There are no gradients to copy."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -81,13 +87,15 @@ class ShardedOptimizer(Optimizer):
             broadcast alone and in place (through a copy if it is not contiguous).
         offload: keep states on the host or on disk, and update there: ``Offload(grads="device")``. There are no master
             weights, so ``master`` is without effect. `step` waits for the updates.
+        state_format: how states are kept between steps, as `zeroshard.Zero.optimizer` takes it. A step decodes those of
+            one bucket at a time.
         **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
 
     Raises:
         TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
         ValueError: an optimizer that needs all parameters at once (named, with the reason), or is differentiable; no
             parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ;
-            ``offload`` of gradients or weights, or with ``capturable``.
+            ``offload`` of gradients or weights, or with ``capturable``; states that cannot be kept in this format.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class ShardedOptimizer(Optimizer):
         comm: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         offload: Offload | None = None,
+        state_format: str = "fp32",
         **kwargs: Any,
     ) -> None:
         check_class(optimizer_cls, kwargs)
@@ -114,6 +123,10 @@ class ShardedOptimizer(Optimizer):
             check_offload(offload, kwargs)
         self.comm, self.bucket_bytes = communicator(comm, process_group), bucket_bytes
         self._away: StatesAway | None = None
+        self._form: StateFormat | None = None
+        self._formatted: FormattedStates | None = None
+        if state_format != "fp32":
+            self._form = loaded("zeroshard.state_formats.formats", "format_of")(optimizer_cls, state_format)
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
@@ -128,11 +141,28 @@ class ShardedOptimizer(Optimizer):
                 )
             added, self._kwargs = self._assign(self.param_groups, told), kwargs
             check_reach(optimizer_cls, kwargs, self.param_groups)
+            self._check_format(optimizer_cls, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
+            if self._form is not None:
+                of_states = loaded("zeroshard.state_formats.operands", "FormattedStates")
+                self._formatted = of_states(self.optim, self._form, self._place_of)
             self._take_options()
             told += self._settings()
         self._start_from_rank_0(added)
         self._place(added)
+
+    def _check_format(self, optimizer_cls: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ValueError for a group whose states cannot be kept in the format."""
+        if self._form is not None:
+            for group in groups:
+                dtypes: dict[Any, torch.dtype] = {param: param.dtype for param in group["params"]}
+                self._form.blocks(optimizer_cls, {**self._kwargs, **group}, dtypes)
+
+    def _place_of(self, param: Any) -> tuple[str, int]:
+        """The name of a parameter by its number, or of a copy of it on the host; and its first element."""
+        if self._away is not None:
+            param = self._away.stands_for.get(param, param)
+        return str(self._numbers[param]), 0
 
     def _place(self, added: list[Tensor]) -> None:
         """Have the states of new parameters where ``offload`` says."""
@@ -165,6 +195,7 @@ class ShardedOptimizer(Optimizer):
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], told)
                 check_reach(type(self.optim), self._kwargs, [param_group])
+                self._check_format(type(self.optim), self.param_groups[num_groups:])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
                 told += self._settings()
@@ -185,6 +216,7 @@ class ShardedOptimizer(Optimizer):
             told.append(f"as number {number} {describe(param)}")
         owners = assign([param.nbytes for param in added], [param.requires_grad for param in added], self._loads)
         self._owners.update(zip(added, owners, strict=True))
+        self._numbers = {param: number for number, param in enumerate(self._owners)}
         return added
 
     def _own_part(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +305,8 @@ class ShardedOptimizer(Optimizer):
         return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
 
     def _settings(self) -> list[str]:
-        return described(self.optim, (len(group["params"]) for group in self.param_groups))
+        lines = described(self.optim, (len(group["params"]) for group in self.param_groups))
+        return [*lines, f"states in {'fp32' if self._form is None else self._form.name}"]
 
     @property
     def _of_torch(self) -> bool:
@@ -283,38 +316,65 @@ class ShardedOptimizer(Optimizer):
     def _update_at_once(self, kwargs: dict[str, Any], closure: Callable[[], Any] | None = None) -> Any:
         """Update all of this rank's parameters in one step of the class; return its result."""
         if self._away is None:
-            return self.optim.step(closure=closure, **kwargs) if closure else self.optim.step(**kwargs)
+            return self._step(kwargs, closure)
         with self._away.walk(self.optim, []), self._away.all_at_once(self.optim) as copy_grads:
-            if closure is None:
-                copy_grads()
-                return self.optim.step(**kwargs)
+            return self._step(kwargs, closure, copy_grads)
 
-            def computed() -> Any:
-                loss = closure()
-                copy_grads()
-                return loss
+    def _step(
+        self,
+        kwargs: dict[str, Any],
+        closure: Callable[[], Any] | None = None,
+        copy_grads: Callable[[], None] = _nothing,
+    ) -> Any:
+        """Run the class's step on what its groups hold; ``copy_grads`` once gradients are there."""
+        formatted = self._formatted
 
-            return self.optim.step(closure=computed, **kwargs)
+        def begin() -> None:
+            copy_grads()
+            if formatted is not None:
+                formatted.bring(formatted.elsewhere(p for group in self.optim.param_groups for p in group["params"]))
+
+        def computed() -> Any:
+            assert closure is not None
+            loss = closure()
+            begin()
+            return loss
+
+        if closure is None:
+            begin()
+        try:
+            return self.optim.step(closure=computed, **kwargs) if closure else self.optim.step(**kwargs)
+        finally:
+            if formatted is not None:
+                formatted.take_back()
 
     def _update_in_parts(self, mine: list[set[Tensor]], kwargs: dict[str, Any]) -> Iterator[None]:
         """At each `next`, update this rank's next bucket, or all its parameters at once: [Note: Update in parts]."""
         hooked = hooks_of(self.optim, "step_pre") or hooks_of(self.optim, "step_post")
-        whole = self.comm.world_size == 1 and self._away is None
+        alone = self.comm.world_size == 1
+        whole = alone and self._away is None and self._formatted is None
         if whole or hooked or not self._of_torch:
             self._update_at_once(kwargs)
             yield
         elif self._away is None:
-            for members in mine:
+            for members in self._buckets_of_one() if alone else mine:
                 with _only(members, self.optim.param_groups):
-                    self.optim.step(**kwargs)
+                    self._step(kwargs)
                 yield
         else:
-            parts = mine if self.comm.world_size > 1 else [set(part) for part in self._away.parts]
+            parts = [set(part) for part in self._away.parts] if alone else mine
             with self._away.walk(self.optim, parts):
                 for members in parts:
                     with _only(members, self.optim.param_groups), self._away.brought(self.optim, members):
-                        self.optim.step(**kwargs)
+                        self._step(kwargs)
                     yield
+
+    def _buckets_of_one(self) -> list[set[Tensor]]:
+        """The parameters of the only rank, a bucket at a time."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        sizes, zeros = [param.nbytes for param in params], [0] * len(params)
+        buckets = pack(range(len(params)), zeros, sizes, _devices(params), self.bucket_bytes, 1)
+        return [{params[index] for index in bucket.members} for bucket in buckets]
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -329,7 +389,8 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"to: rank {to} is outside a world of {self.comm.world_size}; ranks count from 0")
         params = list(self._owners)
         number = {param: i for i, param in enumerate(params)}
-        by_param = {number[key]: state for key, state in self.optim.state.items() if isinstance(key, Tensor)}
+        of_params = [(key, state) for key, state in self.optim.state.items() if isinstance(key, Tensor)]
+        by_param = {number[key]: {kind: _alone(value) for kind, value in state.items()} for key, state in of_params}
         others = {key: state for key, state in self.optim.state.items() if not isinstance(key, Tensor)}
         gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
         self._unsharded_state, self._consolidated_to = None, to
@@ -379,10 +440,17 @@ class ShardedOptimizer(Optimizer):
         make = partial(type(self.optim), **self._kwargs)
         pairs = zip(self.param_groups, saved_groups, strict=True)
         numbered = [pair for own, saved in pairs for pair in zip(saved["params"], own["params"], strict=True)]
-        facts = {n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device) for n, p in numbered}
+        block = 1 if self._form is None else self._form.block
+        kept_as = None if self._formatted is None else self._formatted.kept
+        facts = {
+            n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device, True, block, kept_as)
+            for n, p in numbered
+        }
         state_dict = state_dict_as_kept(make, self.param_groups, state_dict, facts)
         saved_groups = state_dict["param_groups"]
-        require_numbered(make, self.param_groups, state_dict)
+        named = {f"parameter {number}": state for number, state in state_dict["state"].items()}
+        in_groups = [[facts[number] for number in saved["params"]] for saved in saved_groups]
+        require_kept(make, self.param_groups, saved_groups, in_groups, named)
         owners: dict[Any, int] = {}  # by the saved number
         own_groups = []
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -399,8 +467,10 @@ class ShardedOptimizer(Optimizer):
         content = {"state": deepcopy(own), "param_groups": own_groups}
         if self._away is None:
             self.optim.load_state_dict(content)
+            if self._formatted is not None:
+                self._formatted.loaded(p for group in self.optim.param_groups for p in group["params"])
         else:
-            self._away.load(self.optim, content)
+            self._away.load(self.optim, content, self._formatted)
         self._take_options()
         self._state_has_changed()
         for hook in hooks_of(self, "load_state_dict_post").values():
@@ -416,6 +486,12 @@ class ShardedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self.optim).__name__} on rank {self.comm.rank} of {self.comm.world_size}: {super().__repr__()}"
+
+
+def _alone(value: Any) -> Any:
+    """The same value; a copy if it is a tensor in memory with others, such as a view of the file."""
+    shared = isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes
+    return value.clone() if shared else value
 
 
 def _devices(params: list[Tensor]) -> list[int]:
