@@ -11,7 +11,7 @@ import pytest
 
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.lab.predict.hardware import find_device
+from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration
 from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates, least_away
 from zeroshard.train.config.validate import validate
 from zeroshard.zero.offload.disk import BLOCK_BYTES
@@ -36,6 +36,25 @@ def test_copies_down_are_hidden_by_backward_except_the_last_and_copies_up_follow
     assert exposed_s(_units([1, 1], [0.25, 0.25], down=0.5)) == pytest.approx(0.5 + 0.25)
     assert exposed_s(_units([1, 1], [0.25, 0.25], down=3)) == pytest.approx(6 - 2 + 0.25)
     assert exposed_s(_units([1, 1], [0.25, 0.25], up=2)) == pytest.approx(0.25 + 4 - 1)
+
+
+def test_a_unit_waits_for_the_disk_which_reads_ahead_and_writes_behind():
+    def on_disk(forward, updates, disk, **more):
+        return [replace(unit, disk_s=disk, **more) for unit in _units(forward, updates)]
+
+    assert exposed_s(on_disk([1] * 4, [0.5] * 4, 1)) == pytest.approx(0.5 + 0.5)  # the first is read, then updated
+    assert exposed_s(on_disk([1] * 4, [0.5] * 4, 3)) == pytest.approx(3 * 3 + 1.5 + 0.5 - 3)  # the last one
+    assert exposed_s(on_disk([1] * 4, [0.5] * 4, 1, grads_s=0.25)) == pytest.approx(0.25 + 1)
+    assert exposed_s(on_disk([1] * 2, [0.5] * 2, 1, grads_s=9)) > 18 - 3  # written until long after backward
+
+
+def test_on_a_cpu_updates_take_their_time_from_the_forward_and_only_a_slow_disk_is_waited_for():
+    def exposed(disk):
+        return exposed_s([replace(unit, disk_s=disk) for unit in _units([1] * 4, [0.5] * 4)], same_cores=True)
+
+    assert exposed(0) == pytest.approx(4 * 0.5)
+    assert exposed(1) == pytest.approx(4 * 0.5 + 0.5)  # nothing is computed while the first unit is read
+    assert exposed(3) == pytest.approx(3 * 3 + 1.5 + 0.5 - 3)
 
 
 def test_the_units_that_are_used_first_stay_and_the_others_cost_nothing():
@@ -94,3 +113,26 @@ def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():
 @pytest.mark.parametrize(("fewest", "found"), [(0, 3), (3, 3), (4, 4), (7, 7), (8, 8), (99, 8)])
 def test_no_more_leaves_than_must(fewest, found):
     assert least_away(3, 8, lambda num_away: num_away >= fewest) == found
+
+
+def test_rates_of_a_disk_are_in_the_time_of_a_plan_and_choose_what_leaves(tmp_path):
+    """A GPU whose host updates at once and whose disk is fast, slow, or not measured."""
+    model = {"name": "llama-tiny", "n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"seq_len": 512, "micro_batch": 4, "stage": "3", "gpus": 2, "offload": "disk-all", "json": True}
+    device = replace(find_device("h100-80gb").device, update_bytes_per_s=1e15, bus_bytes_per_s=1e15)
+
+    def planned(rate):
+        rates = dict.fromkeys((f"disk_{kind}_bytes_per_s" for kind in ("walk", "gather", "write")), rate)
+        write_calibration(path := tmp_path / "gpu.json", Calibration(replace(device, **rates)))
+        settings_now = {**settings, "gpu": str(path)}
+        [row] = json.loads(answer_plan(validate(PlanConfig, {"model": model, **settings_now})).text)["rows"]
+        text = answer_plan(validate(PlanConfig, {"model": model, **settings_now, "json": False})).text
+        return row["step_s"], row.get("offload"), "No time of the disk" in text
+
+    unknown_s, unknown, says_so = planned(0)
+    assert (unknown["fraction"], unknown["has_disk_rates"], says_so) == (1, False, True)
+    fast_s, fast, says_so = planned(1e15)
+    assert (0 < fast["fraction"] < 1, says_so) == (True, False)
+    assert fast_s == pytest.approx(unknown_s, rel=1e-2)
+    _, slow, _ = planned(1e6)
+    assert slow is None  # nothing hides the update of a unit, and all of it fits the device

@@ -72,6 +72,11 @@ class Device:
     # bytes of a copy between host and device in a second, each way while the other is as busy, all ranks at once; 0:
     # not measured
     bus_bytes_per_s: float = 0.0
+    # bytes of a rank's file in a second, with all ranks at once: each read and written back; read as weights are
+    # gathered; written as gradients arrive; 0: not measured
+    disk_walk_bytes_per_s: float = 0.0
+    disk_gather_bytes_per_s: float = 0.0
+    disk_write_bytes_per_s: float = 0.0
     # by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
     # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -1,3 +1,4 @@
+import gc
 import json
 from dataclasses import replace
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.lab.bench import conversions, device, step, whole_step
+from zeroshard.lab.bench import conversions, device, disk, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
@@ -68,11 +69,16 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     monkeypatch.setattr(device, "WARM_S", 1e-4)
     monkeypatch.setattr(conversions, "SIZES", {"cpu": (60, 300)})
     monkeypatch.setattr(conversions, "POOL", 900)
-    report, calibration = device.measured(1, [], 1, "cpu", 1)
-    asked = "matmul attention copy anew update bus gelu wire kernel hook step"
+    monkeypatch.setattr(disk, "UNIT_BYTES", 1 << 14)
+    report, calibration = device.measured(1, [], 1, "cpu", 1, str(tmp_path / "disk"))
+    asked = "matmul attention copy anew update bus gelu wire kernel hook step disk"
     assert {row["what"] for row in report.rows} == set(asked.split())
     device.write(report, calibration, tmp_path / "device.json")
     assert read_calibration(tmp_path / "device.json") == calibration
+    there = calibration.device
+    assert min(there.disk_walk_bytes_per_s, there.disk_gather_bytes_per_s, there.disk_write_bytes_per_s) > 0
+    gc.collect()
+    assert not (tmp_path / "disk").exists()
     assert set(calibration.device.conversions) == {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
     content = json.loads((tmp_path / "device.json").read_text())
     content["device"]["conversions"]["int8 sum"] = [0.0, -1.0]

@@ -8,6 +8,7 @@ cores, the rate that one of them reaches here is the rate that it will reach in 
     memory      bytes/s of a copy, reads and writes; and those of an operation that allocates its output, as a share
     update      bytes/s of AdamW's update on the host, where offloaded states are updated
     bus         bytes/s of copies between host and device, in both directions at once; on a CPU of a copy in memory
+    disk        bytes/s of a rank's file in the folder ``--disk``: `zeroshard.lab.bench.disk`
     gelu        on a CPU, tanh GELU, forward and backward: no other operation takes as long for its bytes
     wire        quantising for the wire, seconds per call and per element: `zeroshard.lab.bench.conversions`
     kernel      the least time of an operation: from a tiny module, forward and backward, Python and autograd included
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
+from zeroshard.lab.bench import disk as disks
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.bench.settings import DeviceBench
@@ -52,17 +54,22 @@ WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 c
 def run(settings: DeviceBench) -> Report:
     """Measure on all ranks at once, and write the file ``settings.out``; its link is that of the first communicator."""
     where = chosen_device(settings.device, settings.nproc)
-    report, calibration = measured(settings.nproc, settings.comms, settings.rounds, where, settings.threads)
+    report, calibration = measured(
+        settings.nproc, settings.comms, settings.rounds, where, settings.threads, settings.disk
+    )
     write(report, calibration, Path(settings.out))
     report.notes = (f"written: {settings.out}; `zeroshard plan --gpu {settings.out}` reads it",)
     return report
 
 
 def measured(
-    world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int
+    world: int, comms: Sequence[str], num_rounds: int, device: str, num_threads: int, disk: str = ""
 ) -> tuple[Report, Calibration]:
-    """Measure on ``world`` ranks at once; the calibration's link is that of the first of ``comms``."""
-    found = on_ranks(measure, world, list(comms), num_rounds, device=device, num_threads=num_threads)
+    """Measure on ``world`` ranks at once; the calibration's link is that of the first of ``comms``.
+
+    ``disk``: the folder in which a disk is measured; empty: none is.
+    """
+    found = on_ranks(measure, world, list(comms), num_rounds, disk, device=device, num_threads=num_threads)
     calibration = calibration_of(found, world, comms[0] if comms else "", device, num_threads)
     columns = [Column("what", ""), Column("case", ""), Column("rate", "rate"), Column("spread", "quartiles")]
     facts = {"world": world, "num_threads": num_threads, "device_type": device}
@@ -107,7 +114,7 @@ SIZES = {"256KiB": 1 << 18, "2MiB": 1 << 21, "16MiB": 1 << 24}
 NUM_BESIDE = 4  # collectives in flight at once while computation overlaps with them
 
 
-def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) -> dict[str, Any]:
+def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, disk: str = "") -> dict[str, Any]:
     """Seconds of each case by round, of the slowest rank, with the amounts that turn them into rates."""
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
@@ -132,6 +139,8 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int) 
     add("kernel", operation_cases.small_operations(device))
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
+    for name, case in disks.cases(Path(disk), rank) if disk else ():
+        add(name, case)
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     for name, comm in made.items() if dist.is_initialized() else ():
         for op in OPS:
@@ -249,9 +258,9 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
     )
-    for name in ("update", "bus"):
+    for name in ("update", "bus", "disk walk", "disk gather", "disk write"):
         if name in amounts:
-            device = replace(device, **{f"{name}_bytes_per_s": rate(name)})
+            device = replace(device, **{f"{name.replace(' ', '_')}_bytes_per_s": rate(name)})
     if "step" in middle:
         device = replace(device, in_step=whole_step.in_step(middle["step"], device))
     if world == 1 or not comm:
@@ -292,6 +301,7 @@ RATES = {
     "anew": "GB/s",
     "update": "GB/s",
     "bus": "GB/s",
+    "disk": "GB/s",
     "gelu": "Gelement/s",
     "wire": "Gelement/s",
 }

@@ -41,6 +41,7 @@ class DeviceBench(Config):
     rounds: int = Field(7, ge=1, description="Rounds.")
     threads: int = Field(1, ge=1, description="Threads of a rank that compute.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+    disk: str = Field("", description="Folder on the disk that --offload disk is to use, to measure; empty: none is.")
     out: str = Field("device.json", min_length=1, description="The file to write.")
 
 

@@ -34,7 +34,8 @@ class Offloaded:
         ranks_per_node: ranks that share a host.
         waiting_s: seconds of a step in which it waits for updates by the host and copies over the bus.
         measured: whether the rates of both were measured.
-        file_bytes: of a rank's file, read once and written once for each step; ``waiting_s`` has no time of the disk.
+        file_bytes: of a rank's file, read once and written once for each step.
+        has_disk_rates: whether the disk was measured; if not, ``waiting_s`` has no time of it.
     """
 
     fraction: float = 0.0
@@ -44,6 +45,7 @@ class Offloaded:
     waiting_s: float = 0.0
     measured: bool = False
     file_bytes: int = 0
+    has_disk_rates: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: with the bytes of a node."""

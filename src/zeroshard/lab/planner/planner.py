@@ -16,7 +16,7 @@ from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.memory import file_parts, host_bytes, on_disk
+from zeroshard.lab.predict.memory import file_parts, host_bytes
 from zeroshard.lab.predict.offload import (
     UnitTimes,
     hidden_units,
@@ -26,6 +26,7 @@ from zeroshard.lab.predict.offload import (
     share_of,
     unit_times,
     waiting_s,
+    why_all,
 )
 from zeroshard.lab.predict.outer_steps import OuterStepCost, outer_step_cost
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
@@ -90,7 +91,7 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
-        if self.offload is not None and self.offload.fraction == "auto" and not on_disk(self.offload):
+        if self.offload is not None and self.offload.fraction == "auto" and not self._all_leaves(self.offload):
             return self._row_of_fraction(self.offload, stage, micro_batch, shard_size)
         world_size = self.cluster.world_size
         shards = shard_size or world_size
@@ -156,6 +157,9 @@ class Planner:
         hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
         return rows[least_away(hidden, num_units, fits)]
 
+    def _all_leaves(self, offload: Offload) -> bool:
+        return bool(why_all(offload, host_rates(self.device, 1), self.device.device_type))
+
     def _unit_times(self, settings: Settings, buffers: Sequence[Buffer], micro_batch: int) -> dict[str, UnitTimes]:
         ranks_per_node = min(self.cluster.ranks_per_node, self.cluster.world_size)
         rates = host_rates(self.device, ranks_per_node)
@@ -176,8 +180,9 @@ class Planner:
             host_bytes(step.before_update),
             pinned_bytes(buffers, offload, settings),
             min(self.cluster.ranks_per_node, self.cluster.world_size),
-            waiting_s(times, buffers, offload, trace, self.device),
+            waiting_s(times, buffers, offload, trace, self.device, max(self.num_micro(micro_batch), 1)),
             measured=host_rates(self.device, 1).measured,
+            has_disk_rates=self.device.disk_walk_bytes_per_s > 0,
             file_bytes=sum(file_parts(buffers, settings.strategy, settings.rank, state, offload, **how)),
         )
 

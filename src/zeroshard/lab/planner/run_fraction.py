@@ -18,7 +18,7 @@ from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, on_disk
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.lab.predict.offload import hidden_units, host_rates, least_away, share_of, unit_times
+from zeroshard.lab.predict.offload import hidden_units, host_rates, least_away, share_of, unit_times, why_all
 from zeroshard.lab.predict.step import step_of
 from zeroshard.profiling.devices import device_by_driver_name
 from zeroshard.train.records.plan_contract import Job
@@ -35,7 +35,7 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
     """Choose for ``job``, whose ``free_bytes`` are those of its device; ``device``: as measured, None: not measured."""
     assert job.offload is not None
     offload, free_bytes = job.offload, job.free_bytes
-    if on_disk(offload):
+    if on_disk(offload) and device is None:
         return Chosen(1.0, "the rates of the disk are not known")
     if device is None and job.device_type == "cuda":
         device = device_by_driver_name(torch.cuda.get_device_name())
@@ -50,6 +50,8 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
     except UserError as error:  # a model that is not ours and cannot be traced
         return Chosen(1.0, f"the step cannot be predicted ({error.what})")
     rates = host_rates(device, job.ranks_per_node)
+    if why := why_all(offload, rates, job.device_type):
+        return Chosen(1.0, why)
     times = unit_times(trace, buffers, state, settings, device, rates)
     beside = ema_bytes(buffers, job.row, settings.rank) if job.keeps_ema else 0
 

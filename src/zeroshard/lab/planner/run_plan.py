@@ -15,9 +15,11 @@ from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import in_float8
-from zeroshard.lab.predict.hardware import Calibration, Link, read_calibration
+from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState, ema_bytes, file_parts, state_bytes
+from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
+from zeroshard.lab.predict.offload import host_rates, unit_times, waiting_s
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
@@ -71,6 +73,8 @@ def predict(job: Job) -> Planned:
         return replace(planned, why_no_peak=error.what)
     beside = planned.memory_bytes.get("ema", 0) + planned.memory_bytes.get("outer", 0)
     step_s = None if calibration is None else _step_s(job, buffers, step, calibration)
+    if step_s is not None and calibration is not None and job.offload is not None:
+        step_s += _waiting_s(job, buffers, settings, calibration.device)
     planned = replace(planned, peak_bytes=step.peak.total + beside, step_s=step_s)
     if job.sequence_parallel == 1:
         return planned
@@ -143,6 +147,15 @@ def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibratio
     apart = Cluster(job.world_size, 1, link, link)
     outer_steps = outer_step_cost(buffers, job.local_steps, job.row, apart, calibration.device)
     return outer_steps.added_to(_timing(step, calibration, job.shard_size)).step_s
+
+
+def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Device) -> float:
+    """Seconds for which a step waits for state that is off the device; on a CPU also those of its update."""
+    assert job.offload is not None
+    trace = _trace(job.model, job.micro_batch_size, job.seq_len, settings, job.sequence_parallel)
+    rates = host_rates(device, job.ranks_per_node)
+    times = unit_times(trace, buffers, OPTIMIZER_STATES[job.optimizer], settings, device, rates)
+    return waiting_s(times, buffers, job.offload, trace, device, job.num_micro)
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
@@ -223,9 +236,15 @@ def _step(
     *,
     sequence_parallel: int = 1,
 ) -> Step:
-    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": sequence_parallel}
-    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, **how)
+    trace = _trace(model, micro_batch_size, seq_len, settings, sequence_parallel)
     return step_of(trace, buffers, state, settings)
+
+
+def _trace(
+    model: LanguageModel, micro_batch_size: int, seq_len: int, settings: Settings, sequence_parallel: int
+) -> Trace:
+    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": sequence_parallel}
+    return trace_language_model(model, micro_batch_size, seq_len, settings.precision, **how)
 
 
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:

@@ -80,9 +80,13 @@ def _off_the_device(row: Row | None) -> list[str]:
         on_node = size(off.file_bytes * off.ranks_per_node)
         found.append(
             f"On disk: {size(off.file_bytes)} a rank, {on_node} a node, all of it read and written at each step: "
-            f"{written} written a day. No time of the disk is in these seconds: where it "
-            f"reads and writes less than {rate}/s a node, the disk decides how long a step is."
+            f"{written} written a day."
         )
+        if not off.has_disk_rates:
+            found[-1] += (
+                " No time of the disk is in these seconds: where it reads and writes less than "
+                f"{rate}/s a node, the disk decides how long a step is (`zeroshard bench device --disk` measures it)."
+            )
     return found
 
 

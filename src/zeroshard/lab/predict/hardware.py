@@ -246,7 +246,9 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
         raise UserError(field, f"{path} is damaged ({where}: {first['msg']})", todo) from None
     device, link = found.device, found.link
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
-    facts += [rate for rate in (device.update_bytes_per_s, device.bus_bytes_per_s) if rate != 0]  # 0: not measured
+    rates = [device.update_bytes_per_s, device.bus_bytes_per_s, device.disk_walk_bytes_per_s]
+    rates += [device.disk_gather_bytes_per_s, device.disk_write_bytes_per_s]
+    facts += [rate for rate in rates if rate != 0]  # 0: not measured
     facts += [device.matmul_share, device.attention_share, device.memory_share, device.in_step]
     times = [device.kernel_s, device.gelu_s, device.hook_s, *itertools.chain.from_iterable(device.conversions.values())]
     if link is not None:

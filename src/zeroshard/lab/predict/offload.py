@@ -12,6 +12,14 @@ its new weights up, and the seconds b_k at which backward leaves it:
 At least the first update and its copies are exposed: nothing of the forward runs before them. So the units that are
 used first are those whose state should stay on the device; `hidden_units` says how many others may leave for nothing.
 
+With state in a file a unit is updated once it is read, and all units pass the disk one after the other, in D_k seconds
+for reading unit k and writing it back; the update waits for those before it and for its own half, the reading:
+
+    update_k = max(update_(k-1), down_k, sum of D_j over j < k + D_k / 2) + U_k
+
+On a CPU the host's updates take their time from the same cores. So all of it is exposed, as without offloading, and
+what the disk takes longer than updates and forward together is exposed in addition.
+
 Update rate and bus: what ``zeroshard bench device`` measured. Of a GPU that nobody measured, the node's update rate is
 that of CPU-Adam on a DGX-2, 1 B parameters in 0.22 s (Ren et al. 2021, "ZeRO-Offload",
 https://arxiv.org/abs/2101.06840, table 4), and the bus is PCIe of its generation.
@@ -26,7 +34,7 @@ from dataclasses import dataclass, replace
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS
-from zeroshard.lab.predict.memory import OptimizerState, buffers_away
+from zeroshard.lab.predict.memory import OptimizerState, buffers_away, on_disk
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
@@ -50,22 +58,28 @@ class HostRates:
         update_bytes_per_s: bytes that an update reads and writes.
         bus_bytes_per_s: bytes of a copy in one direction, while the other is as busy.
         measured: whether `zeroshard bench device` measured them.
+        walk_bytes_per_s: bytes of a rank's file that are read and written back; 0: not known.
+        gather_bytes_per_s, write_bytes_per_s: bytes that gathers read there, and that gradients write; 0: not known.
     """
 
     update_bytes_per_s: float
     bus_bytes_per_s: float
     measured: bool
+    walk_bytes_per_s: float = 0.0
+    gather_bytes_per_s: float = 0.0
+    write_bytes_per_s: float = 0.0
 
 
 def host_rates(device: Device, ranks_per_node: int) -> HostRates:
     """The rates of ``device``'s host, or those of the module's docstring if nobody measured them."""
+    disk = (device.disk_walk_bytes_per_s, device.disk_gather_bytes_per_s, device.disk_write_bytes_per_s)
     if device.update_bytes_per_s and device.bus_bytes_per_s:
-        return HostRates(device.update_bytes_per_s, device.bus_bytes_per_s, measured=True)
+        return HostRates(device.update_bytes_per_s, device.bus_bytes_per_s, True, *disk)
     if device.device_type == "cpu":  # a copy reads and writes
         rate = device.bytes_per_s * device.memory_share
-        return HostRates(rate, rate / 2, measured=False)
+        return HostRates(rate, rate / 2, False, *disk)
     bus = LINKS[_BUSES.get(device.link.partition("-")[0], "pcie4")]
-    return HostRates(NODE_UPDATE_BYTES_PER_S / ranks_per_node, bus.bytes_per_s * bus.share, measured=False)
+    return HostRates(NODE_UPDATE_BYTES_PER_S / ranks_per_node, bus.bytes_per_s * bus.share, False, *disk)
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,10 @@ class UnitTimes:
         left_s: seconds of the backward after which it is left, which are counted from the backward's end: 0 for the
             unit that is left last.
         down_s, update_s, up_s: seconds of the copy of its gradients, its update, and the copy of its new weights.
+        disk_s: seconds in which the disk reads and writes its part of the file; 0: there is none, or its rate is not
+            known.
+        grads_s: seconds in which the disk writes its gradients.
+        gather_s: seconds in which a gather reads its weights from the file.
     """
 
     before_s: float
@@ -84,20 +102,38 @@ class UnitTimes:
     down_s: float
     update_s: float
     up_s: float
+    disk_s: float = 0.0
+    grads_s: float = 0.0
+    gather_s: float = 0.0
 
 
-def exposed_s(units: Sequence[UnitTimes]) -> float:
-    """Seconds for which a step waits for these units; 0 if there are none."""
-    down = -max((unit.left_s for unit in units), default=0.0)
+def exposed_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> float:
+    """Seconds for which a step waits for these units; 0 if there are none.
+
+    ``same_cores``: the forward and the updates take turns on the same cores, as on a CPU.
+    """
+    down = written = -max((unit.left_s for unit in units), default=0.0)
     for unit in reversed(units):
         down = max(down, -unit.left_s) + unit.down_s
-    update = up = max(down, 0.0)  # seconds since the end of backward
-    exposed = 0.0
+        written = max(written, down) + unit.grads_s
+    disk = update = up = max(down, written, 0.0)  # seconds since the end of backward
+    exposed = worked = 0.0
     for unit in units:
-        update += unit.update_s
+        update = max(update, disk + unit.disk_s / 2) + unit.update_s
+        disk += unit.disk_s
         up = max(up, update) + unit.up_s
-        exposed = max(exposed, up - unit.before_s)
-    return exposed
+        worked += unit.update_s + unit.up_s
+        exposed = max(exposed, up - unit.before_s - (worked if same_cores else 0.0))
+    return exposed + (worked if same_cores else 0.0)
+
+
+def why_all(offload: Offload, rates: HostRates, device_type: str) -> str:
+    """Why all units leave, whatever a step waits for; empty: by `hidden_units`."""
+    if not on_disk(offload):
+        return ""
+    if device_type == "cpu":
+        return "memory of the device is that of the host"
+    return "" if rates.walk_bytes_per_s else "the rates of the disk are not known"
 
 
 def hidden_units(units: Sequence[UnitTimes]) -> int:
@@ -151,11 +187,12 @@ def unit_times(
     seconds = unit_seconds(trace, device, attention)
     shards = settings.strategy.optim is SHARD
     on_cpu, precision = settings.device_type == "cpu", settings.precision
+    offload, walks, writes = settings.offload or Offload(), rates.walk_bytes_per_s, rates.write_bytes_per_s
     found: dict[str, UnitTimes] = {}
     for buffer in (buffer for buffer in buffers if buffer.trained):
         layout, master = buffer.layout, buffer.dtype.itemsize
         numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
-        reduced = precision.reduced_dtype(buffer.dtype).itemsize
+        reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
         update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
@@ -163,28 +200,51 @@ def unit_times(
             left_s,
             0.0 if on_cpu else numel * reduced / rates.bus_bytes_per_s,
             update_bytes / rates.update_bytes_per_s,
-            numel * precision.compute_dtype(buffer.dtype).itemsize / rates.bus_bytes_per_s,
+            0.0 if on_cpu and compute != buffer.dtype else numel * compute.itemsize / rates.bus_bytes_per_s,
+            numel * _bytes_in_file(buffer, optimizer, settings, offload) / walks if walks else 0.0,
+            numel * reduced / writes if writes and offload.grads == "disk" else 0.0,
+            numel * master / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0,
         )
         was = found.get(buffer.unit)
         if was is not None:
-            sums = {name: getattr(was, name) + getattr(more, name) for name in ("down_s", "update_s", "up_s")}
+            sums = {name: getattr(was, name) + getattr(more, name) for name in _SUMS}
             more = replace(was, **sums)
         found[buffer.unit] = more
     return found
 
 
+_SUMS = ("down_s", "update_s", "up_s", "disk_s", "grads_s", "gather_s")
+
+
+def _bytes_in_file(buffer: Buffer, optimizer: OptimizerState, settings: Settings, offload: Offload) -> float:
+    """Bytes for each element that an update reads from the file and writes there: half of them if it only reads."""
+    master = buffer.dtype.itemsize
+    found = master if offload.master == "disk" else 0.0
+    found += optimizer.bytes_per_element(master) if offload.optimizer == "disk" else 0.0
+    grads = settings.precision.reduced_dtype(buffer.dtype).itemsize / 2
+    return found + (grads if offload.grads == "disk" else 0.0)
+
+
 def waiting_s(
-    times: dict[str, UnitTimes], buffers: Sequence[Buffer], offload: Offload, trace: Trace, device: Device
+    times: dict[str, UnitTimes],
+    buffers: Sequence[Buffer],
+    offload: Offload,
+    trace: Trace,
+    device: Device,
+    num_micro: int = 1,
 ) -> float:
     """Seconds for which a step waits for the state that ``offload`` takes off the device.
 
     Weights that are streamed cross the bus once more for each forward and each backward of the step, which hides as
-    much of that as it lasts.
+    much of that as it lasts. Weights that gathers read from the file are read by the thread that computes: for the
+    forward and the backward of each of ``num_micro`` micro-batches.
     """
     away = buffers_away(buffers, offload)
     units = {buffer.unit for buffer in buffers if buffer.name in away}
     here = [unit for name, unit in times.items() if name in units]
-    seconds = exposed_s(here)
+    seconds = exposed_s(here, same_cores=device.device_type == "cpu")
+    if offload.weights == "disk":
+        seconds += 2 * num_micro * sum(unit.gather_s for unit in here)
     if offload.weights == "host" and here:
         passes = unit_seconds(trace, device)
         forward_s, backward_s = max(before for before, _ in passes.values()), max(left for _, left in passes.values())

@@ -1,0 +1,226 @@
+"""A model whose training states are four times the memory that its ranks may have: it trains with --offload disk-all.
+
+    zeroshard bench device --nproc 2 --comms shm --disk FOLDER --out device.json
+    python benchmarks/claims/small_memory.py --device device.json --folder FOLDER
+
+The bound is ``RLIMIT_DATA`` (``ulimit -d``): the kernel refuses private memory of a process beyond it, without root and
+without a control group. Torch's code and Python's own objects need memory that no model decides. So a first run, of the
+same depth and a small width, says what a rank takes without a model; it is allowed that, and in addition a quarter of
+the bytes of its fp32 master weights and AdamW's two states (12 bytes a parameter). Then the run is tried three times:
+as it is, with states in the file, and with gradients and weights there too.
+
+Resident memory is that of the process without what it takes without a model: pages of its own and shared ones, read
+from ``/proc`` every few milliseconds. Bytes of the disk are the kernel's count for each process. Both, and seconds of a
+step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is
+resident is what is alive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from zeroshard.columns import columns
+from zeroshard.models import LlamaConfig
+
+MIB = 2**20
+STATE_BYTES = 12  # of a parameter: an fp32 master weight, and two fp32 states
+EVERY_S = 0.01
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "THP_MEM_ALLOC_ENABLE": "0"}
+TINY = 64  # width of the model whose ranks say what a rank takes without one
+
+
+@dataclass
+class Process:
+    """The most that a process was seen to have, in bytes, and what it has read from and written to disks."""
+
+    data: int = 0
+    resident: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def watch(process: subprocess.Popen[str]) -> dict[int, Process]:
+    """What ``process`` and its descendants have had until it ended, by process id."""
+    seen: dict[int, Process] = {}
+    while process.poll() is None:
+        for pid in _family(process.pid):
+            _look(pid, seen.setdefault(pid, Process()))
+        time.sleep(EVERY_S)
+    return seen
+
+
+def _family(pid: int) -> Iterator[int]:
+    try:
+        yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return
+
+
+def _look(pid: int, found: Process) -> None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in _pairs(status) if rest.endswith("kB")}
+        moved = {name: int(rest) for name, rest in _pairs(Path(f"/proc/{pid}/io").read_text())}
+    except (OSError, ValueError, IndexError):  # it has ended
+        return
+    found.data = max(found.data, sizes.get("VmData", 0))
+    found.resident = max(found.resident, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0))
+    found.read, found.written = moved["read_bytes"], moved["write_bytes"]
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        yield name, rest.strip()
+
+
+@dataclass
+class Run:
+    """A run that has ended: its exit status, its last line, its ranks, and what its folder says."""
+
+    status: int
+    last: str
+    ranks: list[Process]
+    summary: dict[str, Any]
+    step_s: float
+
+
+def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound: int | None) -> Run:
+    """Train in child processes whose private memory is at most ``bound`` bytes each; None: as much as they want."""
+    model = {"n-layer": given.layers, "n-embd": width, "n-head": width // 64, "n-kv-head": width // 64}
+    words = [str(Path(sys.executable).with_name("zeroshard")), "train", "--data", "synthetic", "--model", "llama-tiny"]
+    words += [f"--model.{name}={value}" for name, value in model.items()]
+    words += ["--model.activation-checkpointing", "full", "--seq-len", str(given.seq_len)]
+    words += ["--micro-batch-size", "1", "--strategy", "zero3", "--nproc", str(given.nproc), "--comm", "shm"]
+    words += ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--max-steps", str(given.steps)]
+    words += ["--eval-interval", "0", "--checkpoint-interval", "-1", "--log-interval", "1", "--out", str(out)]
+    words += ["--offload", offload, "--offload.fraction", "1"] if offload != "none" else []
+    words += ["--offload.path", str(out / "states")] if offload.startswith("disk") else []
+    words += ["--plan.device", given.device] if given.device else []
+
+    def limit() -> None:
+        if bound is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+
+    log = out.with_suffix(".log")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, stdout=file, stderr=subprocess.STDOUT, text=True, env=os.environ | MALLOC, preexec_fn=limit
+        )
+        seen = watch(process)
+    lines = log.read_text().splitlines()
+    last = next((line for line in reversed(lines) if "rror" in line or "memory" in line), lines[-1] if lines else "")
+    summary, times = {}, [0.0]
+    if (out / "summary.json").exists():
+        summary = json.loads((out / "summary.json").read_text())
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        times = [record["step_s"] for record in records if record.get("event") == "step"][2:] or times
+    ranks = sorted(seen.values(), key=lambda each: each.resident)[-given.nproc :]
+    return Run(process.returncode, last.strip(), ranks, summary, statistics.median(times))
+
+
+def main() -> None:
+    """Run all of it, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="", help="a file of `zeroshard bench device --disk FOLDER`")
+    parser.add_argument("--folder", default="", help="where the ranks' files lie while this runs")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--width", type=int, default=448)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--times", type=float, default=4.0, help="how many times the bound the states are")
+    parser.add_argument("--only", nargs="*", default=["none", "disk", "disk-all"])
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="small-memory-", dir=given.folder or None))
+    try:
+        print(json.dumps(measured(given, folder), indent=2) if given.json else shown(measured(given, folder)))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What each run had and did, with the bound of all."""
+    tiny = train(given, folder / "tiny", TINY, "disk-all", None)
+    assert tiny.status == 0, tiny.last
+    kept = tiny.summary["plan"]["peak_bytes"]["predicted"]
+    own, without = (max(getattr(rank, what) for rank in tiny.ranks) - kept for what in ("data", "resident"))
+    num_params = _num_params(given)
+    states = STATE_BYTES * num_params // given.nproc
+    bound = int(states / given.times)
+    found: dict[str, Any] = {"num_params": num_params, "state_bytes": states, "bound_bytes": bound, "own_bytes": own}
+    for offload in given.only:
+        run = train(given, folder / offload, given.width, offload, own + bound)
+        found[offload] = {"status": run.status, "last": run.last}
+        if run.status == 0:
+            plan, steps = run.summary["plan"], given.steps
+            found[offload] |= {
+                "peak_bytes": plan["peak_bytes"]["predicted"],
+                "resident_bytes": max(rank.resident for rank in run.ranks) - without,
+                "data_bytes": max(rank.data for rank in run.ranks) - own,
+                "planned_step_s": plan["step_s"]["predicted"],
+                "step_s": run.step_s,
+                **_bytes_of_disk(plan, offload),
+                "written_bytes": sum(rank.written for rank in run.ranks) / len(run.ranks) / steps,
+                "read_bytes": sum(rank.read for rank in run.ranks) / len(run.ranks) / steps,
+            }
+    return found
+
+
+def _bytes_of_disk(plan: dict[str, Any], offload: str) -> dict[str, int]:
+    """What a step writes and reads by the plan: all of the file once, and masters again for each of two gathers."""
+    sizes = {name: each["predicted"] for name, each in plan["memory_bytes"].items() if name.startswith("disk_")}
+    again = 2 * sizes["disk_master"] if offload == "disk-all" else 0
+    return {"planned_written_bytes": sum(sizes.values()), "planned_read_bytes": sum(sizes.values()) + again}
+
+
+def _num_params(given: argparse.Namespace) -> int:
+    heads = given.width // 64
+    sizes = {"n_layer": given.layers, "n_embd": given.width, "n_head": heads, "n_kv_head": heads}
+    with torch.device("meta"):
+        model = LlamaConfig(vocab_size=256, seq_len=given.seq_len, **sizes).build()
+    return sum(param.numel() for param in model.parameters())
+
+
+_MOVED = ("planned_written_bytes", "written_bytes", "planned_read_bytes", "read_bytes")
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The table, and a line on the bound."""
+    names = ["planned peak", "resident", "planned s", "s a step", "planned written", "written", "planned read", "read"]
+    rows = [["offload", "ends", *names]]
+    for offload, run in ((name, run) for name, run in found.items() if isinstance(run, dict)):
+        if run["status"]:
+            rows.append([offload, f"status {run['status']}: {run['last'][:60]}"] + [""] * 8)
+            continue
+        sizes = [f"{run[name] / MIB:.1f} MiB" for name in ("peak_bytes", "resident_bytes")]
+        times = [f"{run[name]:.2f}" if run[name] else "" for name in ("planned_step_s", "step_s")]
+        moved = [f"{run[name] / MIB:.1f} MiB" for name in _MOVED]
+        rows.append([offload, "trains", *sizes, *times, *moved])
+    said = (
+        f"{found['num_params']:,} parameters; a rank's states {found['state_bytes'] / MIB:.1f} MiB, its bound "
+        f"{found['bound_bytes'] / MIB:.1f} MiB beside "
+        f"{found['own_bytes'] / MIB:.1f} MiB that it takes without a model"
+    )
+    return "\n".join([said, *columns(rows, right=tuple(range(2, 10)))])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a rank's disk does for state that is kept there: the file of `zeroshard.zero.offload.disk`, without an update.
+
+    disk walk     each unit read, and written back while the next ones are read, as the host's updates do; bytes of the
+                  file, each of which is read and written
+    disk write    gradients, as backward leaves them
+    disk gather   master weights, as a gather of weights that are in the file reads them
+
+Past the page cache where the file system allows it (``O_DIRECT``), except for the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from zeroshard.zero.offload.disk import DiskStates, file_of_rank
+from zeroshard.zero.offload.grad_slots import GradSlots
+from zeroshard.zero.offload.staging import Staging
+
+UNIT_BYTES, NUM_UNITS = 16 << 20, 8
+
+
+class _Unit:
+    """A key of the file."""
+
+
+def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[[], object]]]]:
+    """Yield the name of each case, the bytes of a call, and the call.
+
+    Raises:
+        UserError: the folder cannot be made or written, another run uses it, or the disk has no room.
+    """
+    file = file_of_rank(folder, rank)
+    num_bytes = float(UNIT_BYTES * NUM_UNITS)
+    units = [_Unit() for _ in range(NUM_UNITS)]
+    values = torch.zeros(UNIT_BYTES // 4)
+    views = [file.add(unit, [values])[0] for unit in units]
+
+    def walk() -> None:
+        file.expect(units)
+        for unit in units:
+            file.read(unit)
+            file.write(unit)
+        file.settle()
+
+    yield "disk walk", (num_bytes, walk)
+    narrow = torch.empty(len(values), dtype=torch.bfloat16)
+
+    def gather() -> None:
+        for unit, view in zip(units, views, strict=True):
+            narrow.copy_(view)
+            file.forget_pages(unit)
+
+    yield "disk gather", (num_bytes, gather)
+    yield "disk write", (num_bytes, _writes(file, values))
+
+
+def _writes(file: DiskStates, values: torch.Tensor) -> Callable[[], object]:
+    units, slots = [_Unit() for _ in range(NUM_UNITS)], GradSlots(file, Staging(None))
+    for unit in units:
+        file.add_input(unit, len(values), values.dtype)
+
+    def write() -> None:
+        for landing in [slots.send(unit, values) for unit in units]:
+            landing.synchronize()
+
+    return write
