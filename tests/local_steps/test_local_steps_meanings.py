@@ -111,40 +111,6 @@ def test_loaded_weights_are_the_global_weights_on_every_replica_also_what_each_h
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"every": 0}, "every: 0"),
-        ({"every": 2.5}, "every: 2.5"),
-        ({"every": 4, "outer_lr": 0.0}, "outer_lr: 0.0 is not above 0"),
-        ({"every": 4, "outer_lr": math.nan}, "outer_lr: nan"),
-        ({"every": 4, "outer_momentum": 1.0}, "outer_momentum: 1.0 is outside"),
-        ({"every": 4, "fragments": 5}, "fragments: 5 fragments cannot synchronise at different steps of 4"),
-        ({"every": 4, "fragments": 0}, "fragments: 0"),
-        ({"every": 4, "wire": torch.int8}, "wire: torch.int8 is not a wire format"),
-        ({"every": 4, "wire": "int7"}, "wire: 'int7' is not a wire format"),
-        ({"every": 4, "wire": "int4", "block": 3}, "block: blocks of 3 elements do not pack"),
-        ({"every": 4, "wire": torch.float8_e4m3fn}, "wire: torch.float8_e4m3fn .* choose 'e4m3'"),
-        ({"every": 4, "fragments": 1.5}, "fragments: 1.5 is no whole number"),
-        ({"every": 4, "fragments": True}, "fragments: True is no whole number"),
-        ({"every": 4, "rounding_seed": "x"}, "rounding_seed: 'x' is no whole number"),
-        ({"every": 4, "outer_lr": "0.7"}, "outer_lr: '0.7' is no number"),
-        ({"every": 4, "outer_momentum": None}, "outer_momentum: None is no number"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(given, words):
-    with pytest.raises(ValueError, match=words):
-        LocalSteps(**given)
-
-
-def test_local_steps_without_replicas_and_more_fragments_than_units_are_refused():
-    with pytest.raises(ValueError, match="local_steps: it needs several replicas, and without a shard_size"):
-        Zero(Net(), 2, comm=LocalCommunicator(), local_steps=DILOCO)
-    settings = LocalSteps(every=8, fragments=4)
-    with pytest.raises(ValueError, match="fragments: 4 are more than the 3 units"):
-        Zero(Net(), 2, comm=LocalCommunicator(), shard_size=1, local_steps=settings)
-
-
 class _Lookahead(torch.optim.SGD):
     """Goes half way back to weights that it keeps for itself."""
 

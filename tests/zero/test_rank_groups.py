@@ -36,20 +36,6 @@ def test_neighbours_shard_and_their_counterparts_are_replicas():
     ]
 
 
-@pytest.mark.parametrize("shard_size", [-2, 0, 3, 5, 8, True, 2.5])
-def test_a_size_that_does_not_share_out_the_world_is_refused(shard_size):
-    line = rf"^shard_size: groups of {shard_size} ranks do not partition a world of 4; choose one of 1, 2, 4$"
-    with pytest.raises(ValueError, match=line):
-        Zero(Net(), comm=NullCommunicator(4), shard_size=shard_size)
-
-
-@pytest.mark.parametrize("shard_size", [1, 2, 4])
-def test_stage_zero_has_no_shards_to_size(shard_size):
-    line = r"^shard_size: stage 0 shards nothing; choose stage 1, 2 or 3, or leave it out$"
-    with pytest.raises(ValueError, match=line):
-        Zero(Net(), stage=0, comm=NullCommunicator(4), shard_size=shard_size)
-
-
 def test_a_communicator_without_parts_is_refused_by_name():
     class Whole(NullCommunicator):
         split = None

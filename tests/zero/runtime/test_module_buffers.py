@@ -115,8 +115,3 @@ def test_buffers_that_one_rank_alone_changes_become_alike_too():
         return [block.norm.running_mean.tolist() for block in model.blocks]
 
     assert run_threads(go, 2) == [[[0.0] * WIDTH] * 3] * 2
-
-
-def test_another_word_is_refused():
-    with pytest.raises(ValueError, match=r"^buffers: 'mean' is unknown; choose one of 'broadcast', 'keep'"):
-        Zero(Net(), 1, buffers="mean")

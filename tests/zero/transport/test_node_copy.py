@@ -1,7 +1,6 @@
 """A second copy of sharded weights over a node's ranks: the bits of stage 3, and what crosses between nodes."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,7 +11,7 @@ from zero.transport.wire_runs import net, same, steps
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import MixedPrecision, Zero
 
 WIRE = MixedPrecision(gather="int8", reduce="int8", block=32)
 WIRES = {
@@ -98,26 +97,3 @@ def test_memory_is_that_of_the_copy_and_of_packed_weights_that_of_their_codes(pr
     assert with_it - without == sum(gathered) // 4
     buffers = buffers_of(net(), 8, precision=precision)
     assert state_bytes(buffers, zero.strategy, 0, OPTIMIZER_STATES["SGD"], precision)["params"] == with_it
-
-
-def test_copies_that_make_no_sense_are_refused():
-    def make(world_size=4, **kwargs):
-        Zero(net(), comm=NullCommunicator(world_size), **kwargs)
-
-    for size, world_size in ((3, 4), (1, 4), (4, 4), (2, 2), (2, 1)):
-        with pytest.raises(
-            ValueError,
-            match=r"^secondary_shard_size: (groups of .* do not partition .* into several|must be at least 2, got )",
-        ):
-            make(world_size, secondary_shard_size=size)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size must be at least 1, got True"):
-        make(secondary_shard_size=True)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and a row of replicated weights has no"):
-        make(stage=2, secondary_shard_size=2)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is given, and weights that stay unsharded"):
-        replace(STAGES[3], secondary_shard_size=2, reshard_after_forward=False)
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: stage is a ShardingStrategy"):
-        make(stage=STAGES[3], secondary_shard_size=2)
-    zero = Zero(net(), 3, comm=NullCommunicator(4))
-    with pytest.raises(ValueError, match=r"^secondary_shard_size: 2 is not what the engine was made with"):
-        zero.restage(replace(STAGES[3], secondary_shard_size=2))

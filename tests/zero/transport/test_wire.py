@@ -13,7 +13,7 @@ from zero.transport.wire_runs import batch, net, same, steps
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
-from zeroshard.zero import LocalSteps, MixedPrecision, Zero
+from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.buffers.written_weights import bit_sums
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
@@ -290,26 +290,3 @@ def test_a_node_sends_its_sum_to_others_once():
     packed = BlockFormat("int8", 256).num_bytes(512 * 512 // 16)
     assert sent(None) == [("all_to_all", 16 * packed)]
     assert sent(4) == [("reduce_scatter", 4 * 512 * 512), ("all_to_all", 4 * packed)]
-
-
-def test_nodes_are_whole_and_there_is_something_to_send():
-    def zero(world_size, node_size, **kwargs):
-        Zero(net(), 2, comm=NullCommunicator(world_size), precision=_in_nodes(node_size), **kwargs)
-
-    with pytest.raises(
-        ValueError, match=r"^node_size: groups of 4 do not partition 6 ranks into several; choose one of 2, 3$"
-    ):
-        zero(6, 4)
-    with pytest.raises(
-        ValueError, match=r"^node_size: groups of 2 do not partition 1 ranks into several; leave it out$"
-    ):
-        zero(1, 2)
-    with pytest.raises(ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up"):
-        zero(4, 2, shard_size=2)
-    with pytest.raises(ValueError, match=r"^node_size: 2 is given, and with shard_size = 2 gradients are added up"):
-        zero(4, 2, shard_size=2, local_steps=LocalSteps(every=4))
-    for size in (0, 1, True, 2.0, "2"):
-        with pytest.raises(ValueError, match=r"^node_size must be at least 2, got "):
-            MixedPrecision(reduce="int8", node_size=size)
-    with pytest.raises(ValueError, match=r"^node_size: 2 is given, and gradients have no wire format"):
-        MixedPrecision(gather="int8", node_size=2)
