@@ -54,7 +54,12 @@ __attribute__((noinline)) void update(Param* __restrict param, const Grad* __res
                                       float* __restrict m_scale, int8_t* __restrict r_codes, float* __restrict r_scale,
                                       int8_t* __restrict correction, int64_t width, const Settings s) {
   constexpr float kFromSigned = float(1 / kSigned), kFromUnsigned = float(1 / kUnsigned);
-  alignas(64) float ms[kMostBlock], rs[kMostBlock];
+  alignas(64) float ms[kMostBlock], rs[kMostBlock], ps[kCorrects ? kMostBlock : 1];
+  if constexpr (kCorrects) {
+    for (int64_t i = 0; i < width; ++i) {
+      ps[i] = float_of((uint32_t(param[i].bits) << 16) + (uint32_t(int32_t(correction[i])) << 8));
+    }
+  }
   const float m_knee = *m_scale, r_knee = *r_scale;
   uint32_t m_top = 0, r_top = 0;  // bits of floats without a sign are in the order of their values, NaN above all
   for (int64_t i = 0; i < width; ++i) {
@@ -66,13 +71,7 @@ __attribute__((noinline)) void update(Param* __restrict param, const Grad* __res
     const float r = std::sqrt(r_before * r_before * s.beta2 + g * g * s.rest2);
     const float change = m / (r + s.eps) * s.step_size;
     if constexpr (kCorrects) {
-      const float joined = float_of((uint32_t(param[i].bits) << 16) + (uint32_t(int32_t(correction[i])) << 8));
-      const float value = joined * s.decay - change;
-      Param high;
-      narrow(value, high);
-      const int32_t rest = int32_t(bits_of(value) - (uint32_t(high.bits) << 16) + 128) >> 8;
-      param[i] = high;
-      correction[i] = int8_t(rest < -128 ? -128 : rest > 127 ? 127 : rest);
+      ps[i] = ps[i] * s.decay - change;
     } else {
       narrow(wide(param[i]) * s.decay - change, param[i]);
     }
@@ -81,6 +80,13 @@ __attribute__((noinline)) void update(Param* __restrict param, const Grad* __res
     const uint32_t m_bits = bits_of(m) & 0x7fffffff, r_bits = bits_of(r) & 0x7fffffff;
     m_top = m_bits > m_top ? m_bits : m_top;
     r_top = r_bits > r_top ? r_bits : r_top;
+  }
+  if constexpr (kCorrects) {
+    for (int64_t i = 0; i < width; ++i) {
+      narrow(ps[i], param[i]);
+      const int32_t rest = int32_t(bits_of(ps[i]) - (uint32_t(param[i].bits) << 16) + 128) >> 8;
+      correction[i] = int8_t(rest > 127 ? 127 : rest);  // it is never below -128
+    }
   }
   float m_next = float_of(m_top) * kKnee, r_next = float_of(r_top) * kKnee;
   m_next = m_next < kTiny ? kTiny : m_next;  // NaN stays
