@@ -241,8 +241,8 @@ def test_a_model_of_ours_may_be_given_itself():
         ("gpt2-demo", {"optimizer": "lamb"}, r"^optimizer: nothing is known of 'lamb'"),
         (
             "gpt2-demo",
-            {"optimizer": "adamw8bit", "offload": Offload()},
-            r"^offload: AdamW8bit updates .* optimizer adamw",
+            {"optimizer": "lion", "offload": Offload()},
+            r"^offload: Lion updates .* optimizer adamw",
         ),
         ("gpt2-demo", {"dtype": "int8"}, r"^dtype: 'int8' is not a choice"),
         ("gpt2-demo", {"stage": 4}, r"^stage: 4 is not a ZeRO stage"),

@@ -77,7 +77,6 @@ REFUSED = """
 --offload optimizer --offload.fraction nan | offload.fraction: nan is no share of the elements; give auto, or a number
 --offload all --offload.pinned 4 | offload.pinned: '4' is not a size; write a number and a unit, as 5GB or 512MiB
 --offload optimizer --offload.path x | offload.path: x is given, and offload = optimizer keeps state in memory; use
---offload optimizer --optimizer adamw8bit --plan.device d.json | plan.device: adamw8bit updates state on the host
 --state-format int8 --optimizer muon | state_format: int8 is for states of torch's AdamW, and optimizer is muon; leave
 --state-format bf16 --strategy ddp | state_format: ddp does not run its optimizer unit by unit, for which states are
 --state-format int4 | state_format: 'int4' is not a choice; choose one of fp32, bf16, int8

@@ -34,7 +34,8 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 def _reach(settings: Mapping[str, Any]) -> OptimizerKind:
     block = settings.get("block", 256)
-    return OptimizerKind(Reach.BLOCK_WISE, f"it keeps 8-bit states in blocks of {block}", ALL_NDIMS, block)
+    reason = f"it keeps 8-bit states in blocks of {block}"
+    return OptimizerKind(Reach.BLOCK_WISE, reason, ALL_NDIMS, block, by_unit=True)
 
 
 class AdamW8bit(Optimizer):

@@ -68,6 +68,10 @@ class OptimizerKind:
     reason: str  # why, as a clause that begins with "it"
     ndims: tuple[int, ...] = ()  # the numbers of dimensions, from 0 to 4, of the parameters that the class accepts
     block: int = 1  # elements of a block, if the reach is block-wise: a power of two; else 1
+    by_unit: bool = False
+    """Whether ``step`` may be called several times, each time for some of the parameters, in place of once for all:
+    what it counts it counts for each parameter, not in a param group or in the optimizer. Then only one unit's
+    gradients are copied at a time, and updates on the host run beside the next forward."""
 
     def __post_init__(self) -> None:
         if self.reach is Reach.BLOCK_WISE:

@@ -1,8 +1,12 @@
+import threading
+
+import pytest
 import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator
-from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.optim import AdamW8bit
+from zeroshard.zero import MixedPrecision, Offload, Zero
 from zeroshard.zero.core.optimizer import StepOperands
 
 
@@ -22,22 +26,68 @@ class OnTheHost(StepOperands):
         self.taken_back += 1
 
 
-def _engine():
+class Counting(torch.optim.Optimizer):
+    """It counts its steps in its param groups, so they must be as many as the user's."""
+
+    zero_reach = "element-wise"
+
+    def __init__(self, params):
+        super().__init__(params, {"steps": 0})
+
+    def step(self, closure=None):
+        self._update()
+
+    @torch.no_grad()
+    def _update(self):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in (param for param in group["params"] if param.grad is not None):
+                self.state[param]["sum"] = self.state[param].get("sum", 0) + param.grad
+                param -= 0.1 / group["steps"] * self.state[param]["sum"]
+
+
+def _engine(cls=torch.optim.AdamW, offload=None):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    zero = Zero(model, 2, units=list(model), comm=LocalCommunicator(), precision=MixedPrecision(None, torch.bfloat16))
-    zero.optimizer(torch.optim.AdamW)
+    precision = MixedPrecision(None, torch.bfloat16)
+    zero = Zero(model, 2, units=list(model), comm=LocalCommunicator(), precision=precision, offload=offload)
+    zero.optimizer(cls)
     (piecewise,) = zero._optimizers.piecewise
     piecewise.operands.members.append(member := OnTheHost())
     return zero, piecewise.optimizer, member
 
 
-def test_members_bring_their_operands_together_unit_by_unit():
-    zero, optim, member = _engine()
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, AdamW8bit])
+def test_members_bring_their_operands_together_unit_by_unit(cls):
+    zero, optim, member = _engine(cls)
     zero.model(torch.ones(2, 4)).square().mean().backward()
     optim.step()
     assert member.brought == [2, 2]  # weight and bias of each unit
     assert all(param.grad.dtype == torch.bfloat16 for param in zero.model.parameters())  # as before the step
     assert len(optim.state) == 4
+
+
+@pytest.mark.parametrize(("cls", "thread"), [(AdamW8bit, "zeroshard-update_0"), (Counting, "MainThread")])
+def test_a_class_that_may_step_unit_by_unit_steps_on_the_thread_of_updates(cls, thread, monkeypatch):
+    """Of one that has not said that it may, all are brought at once; weights are the same with and without."""
+    update, threads, found = cls._update, set(), []
+
+    def spying(optimizer):
+        threads.add(threading.current_thread().name)
+        update(optimizer)
+
+    monkeypatch.setattr(cls, "_update", spying)
+    for offload in (None, Offload()):
+        zero, optim, _ = _engine(cls, offload)
+        threads.clear()
+        for _ in range(3):
+            zero.model(torch.ones(2, 4)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        found.append([param.detach().clone() for param in zero.model.parameters()])
+        assert cls is not Counting or optim.param_groups[0]["steps"] == 3
+    assert thread in threads
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_step_without_gradients_brings_nothing():

@@ -65,7 +65,8 @@ class OptimizerState:
         num_widened: number of those tensors that a step needs in fp32 and that are kept in fewer bits: they are widened
             for it unit by unit.
         by_unit: whether the engine runs the class's step unit by unit if it copies gradients to another dtype: it does
-            that for classes of `torch.optim`. Others are shown copies of all gradients at once.
+            that for classes of `torch.optim`, and for those that declare that it may. Others are shown copies of all
+            gradients at once.
     """
 
     num_per_element: int
@@ -124,7 +125,7 @@ class OptimizerState:
 
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "AdamW": OptimizerState(2, 1),
-    "AdamW8bit": OptimizerState(2, 1, itemsize=1, block=256, by_unit=False),  # `zeroshard.optim.AdamW8bit`
+    "AdamW8bit": OptimizerState(2, 1, itemsize=1, block=256),  # `zeroshard.optim.AdamW8bit`
     "Adam": OptimizerState(2, 1),
     "Adamax": OptimizerState(2, 1),
     "NAdam": OptimizerState(2, 2),

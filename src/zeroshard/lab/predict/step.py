@@ -196,17 +196,21 @@ def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings
     that are updated on the device.
     """
     if optimizer.by_unit:
-        found = [numel * b.dtype.itemsize if _copied(b, settings) else 0 for b, numel in _seen(buffers, settings)]
+        found = [_copies_and_chunk(b, numel, optimizer, settings) for b, numel in _seen(buffers, settings)]
         if optimizer.num_widened:
             here = (b for b, _ in _seen(buffers, settings, here=settings.device_type == "cuda"))
             found += [_widened_bytes(b, optimizer, settings) for b in here]
         return max(found, default=0)
-    copies, chunk = 0, 0
-    for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda"):
-        itemsize, numels = buffer.dtype.itemsize, _updated_numels(buffer, settings)
-        copies += sum(numels) * itemsize if _copied(buffer, settings) else 0
-        chunk = max(chunk, optimizer.chunk_bytes(max(numels, default=0), itemsize, settings.device_type))
-    return copies + chunk
+    here = [buffer for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda")]
+    return sum(sum(_updated_numels(b, settings)) * b.dtype.itemsize for b in here if _copied(b, settings))
+
+
+def _copies_and_chunk(buffer: Buffer, numel: int, optimizer: OptimizerState, settings: Settings) -> int:
+    copies, numels = (
+        numel * buffer.dtype.itemsize if _copied(buffer, settings) else 0,
+        _updated_numels(buffer, settings),
+    )
+    return copies + optimizer.chunk_bytes(max(numels, default=0), buffer.dtype.itemsize, settings.device_type)
 
 
 def _widened_bytes(buffer: Buffer, optimizer: OptimizerState, settings: Settings) -> int:

@@ -343,9 +343,6 @@ class TrainConfig(Config):
         if self.plan.enforce and self.offload.on_disk and narrow != "fp32":
             what = f"no plan predicts a file of {narrow} states"
             raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw with states in fp32")
-        if self.plan.device and self.offload.on and self.optimizer == "adamw8bit":
-            what = "adamw8bit updates state on the host while the step waits, the time of which no plan predicts"
-            raise UserError("plan.device", what, "leave it out, or use --optimizer adamw")
         if not self.overlap and strategy.over_torch:
             what = f"{self.strategy} communicates by torch.distributed, which decides itself what overlaps"
             raise UserError("overlap", what, "leave it out, or use another strategy")

@@ -1,7 +1,7 @@
 """Operands of a step that are elsewhere between steps: `zeroshard.zero.core.optimizer.StepOperands` says what that is.
 
-A class of `torch.optim` steps unit by unit, so that only one unit's operands are brought at a time. A class from
-elsewhere may count its steps, so it steps once, on all of them.
+A class of `torch.optim` steps unit by unit, so that only one unit's operands are brought at a time; so does one that
+declares that it may (`OptimizerKind.by_unit`). Another may count its steps, so it steps once, on all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroshard.optimizer_classes.reach import declared
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State, StepOperands, pieces_in
 
@@ -146,6 +147,7 @@ class OfSteps(Protocol):
     pieces: Lists
     by_group: Lists
     homes: Any
+    make: Any
 
 
 class OperandsOfSteps:
@@ -153,6 +155,8 @@ class OperandsOfSteps:
 
     def __init__(self, pieces: OfSteps) -> None:
         self._of = pieces
+        kind = declared(type(pieces.optimizer), pieces.make.keywords)
+        self._may_repeat = kind.by_unit if kind else type(pieces.optimizer).__module__.startswith("torch.optim.")
         self._later: dict[FlatGroup, Lists] = {}
 
     def begin(self, *, by_unit: bool) -> None:
@@ -165,7 +169,7 @@ class OperandsOfSteps:
             here = self._set_aside(operands.later, by_unit=by_unit)
         if not operands.elsewhere(chain.from_iterable(here)):
             return
-        step = _own_step(self._of.optimizer) if by_unit else None
+        step = self._own_step() if by_unit else None
         if step is None:
             self._bring(here)
             return
@@ -185,14 +189,14 @@ class OperandsOfSteps:
         """Have the pieces that were set aside updated, after the class's own code has run for the others."""
         units, self._later = self._later, {}
         if units:
-            step, later = _own_step(self._of.optimizer), self._of.operands.later
+            step, later = self._own_step(), self._of.operands.later
             assert step is not None
             assert later is not None
             later.arm(self._of, step, units)
 
     def _set_aside(self, later: LaterUpdates, *, by_unit: bool) -> Lists:
         """Take the pieces out of the groups that are updated later; return those that stay."""
-        if not by_unit or _own_step(self._of.optimizer) is None:
+        if not by_unit or self._own_step() is None:
             later.complete_grads()
             return self._of.pieces
         self._later = {group: lists for group, lists in self._by_unit().items() if later.takes(group)}
@@ -217,9 +221,7 @@ class OperandsOfSteps:
                     found.setdefault(group, [[] for _ in self._of.by_group])[place] += own
         return found
 
-
-def _own_step(optimizer: Any) -> Callable[[Any], Any] | None:
-    """The ``step`` of a class of `torch.optim`, without hooks; None for other classes, or if torch hides it."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return None
-    return getattr(type(optimizer).step, "__wrapped__", None)
+    def _own_step(self) -> Callable[[Any], Any] | None:
+        """The class's ``step`` without hooks; None if it may not be called unit by unit, or if torch hides it."""
+        step = type(self._of.optimizer).step
+        return step.__wrapped__ if self._may_repeat and getattr(step, "hooked", False) else None
