@@ -136,6 +136,11 @@ def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
 
 
+def test_heads_of_keys_that_ranks_do_not_divide_are_copied():
+    config = replace(OURS["llama"], n_head=6, n_kv_head=3, n_embd=36)
+    assert_equal_to_one_process(partial(_built, partial(config.build, seed=1)), "plain", 2, 1)
+
+
 def test_two_sequences_are_shared_by_two_ranks_each():
     assert_equal_to_one_process(BUILDERS["llama"], "packed", 2, 2, world=4)
 

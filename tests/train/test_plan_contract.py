@@ -7,7 +7,7 @@ from tiny_runs import summary_of, train_on
 from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
-from zeroshard.train.records.plan_contract import Contract, Planned, Sent, message_difference
+from zeroshard.train.records.plan_contract import EXCHANGED, Contract, Planned, Sent, message_difference
 
 GATHER = Sent("all_gather", 32, "root/weights", 2)
 REDUCE = Sent("reduce_scatter", 32, "root/grads", 2)
@@ -25,6 +25,17 @@ def test_a_step_that_follows_another_is_held_to_the_plan():
     assert contract.num_checked == 0
     contract.compare(2, _records(GATHER, REDUCE), {"params": 8, "grads": 4}, taken=True)
     assert (contract.num_checked, contract.num_broken, contract.difference) == (1, 0, "")
+
+
+def test_all_to_alls_of_sequences_have_an_order_of_their_own():
+    exchange, longer = (Sent("all_to_all", num_bytes, EXCHANGED, 2) for num_bytes in (64, 96))
+    for planned, broken in (([exchange, longer], 0), ([exchange], 1), ([longer, exchange], 1), (None, 0)):
+        contract = Contract(replace(PLANNED, exchanges=planned))
+        for step in (1, 2):
+            sent = _records(GATHER, exchange, REDUCE, longer)
+            contract.compare(step, sent, {"params": 8, "grads": 4}, taken=True)
+        assert (contract.num_checked, contract.num_broken) == (1, broken), contract.difference
+        assert ("all_to_all" in contract.report(None, None)["messages"]) == (planned is not None)
 
 
 def test_a_step_after_an_evaluation_or_a_skipped_one_is_not():
