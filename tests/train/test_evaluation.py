@@ -49,11 +49,13 @@ def test_all_of_a_split_is_scored_to_the_last_row(run):
     assert scores.bits_per_byte == pytest.approx(loss / math.log(2))
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3", "none"])
-def test_every_strategy_and_world_has_the_same_score(run, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "share", "world"), [("zero0", 1, 2), ("zero2", 1, 2), ("zero3", 2, 2), ("none", 1, 2), ("none", 2, 4)]
+)
+def test_every_strategy_and_world_has_the_same_score(run, strategy, share, world):
     one = local_score(EvalConfig(run=str(run)))
-    config = EvalConfig(run=str(run), strategy=strategy)
-    for scores in run_threads(lambda comm: score(config, comm, CPU), 2):
+    config = EvalConfig(run=str(run), strategy=strategy, sequence_parallel=share)
+    for scores in run_threads(lambda comm: score(config, comm, CPU), world):
         assert scores.loss == pytest.approx(one.loss, rel=1e-6)
         assert (scores.num_tokens, scores.num_bytes) == (one.num_tokens, one.num_bytes)
 

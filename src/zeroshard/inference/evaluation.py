@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zeroshard import checkpoint
+from zeroshard import checkpoint, rules
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.base import EvalBatch
@@ -27,7 +27,7 @@ from zeroshard.data.joining import num_text_bytes
 from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
-from zeroshard.models import LanguageModel
+from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig
@@ -42,6 +42,7 @@ from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder, sources_of
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.setup.sequence_check import require_shared
 from zeroshard.train.state.read_as import WeightsAlone
 
 MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
@@ -94,11 +95,14 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         _warn_of_overlap(folder, tokens_folder)
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
+    if config.sequence_parallel > 1:
+        _share_sequences(model, config, comm, seq_len, device)
     most_rows = config.rows or config.batches * config.micro_batch_size
     packed = trained is not None and trained.data.packing
     rows = rows_of_folder(tokens_folder, config.split, seq_len, packed=packed)
     sizes = config.micro_batch_size, most_rows or rows.num_rows
-    batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size)
+    share = config.sequence_parallel
+    batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size, sequence_parallel=share)
     num_tokens = batches.num_targets
     num_bytes = 0
     if tokenizer is not None and not meta.examples:
@@ -150,10 +154,19 @@ def _model(
         return model, step, trained.seq_len
     _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
-    changes["dtype"] = config.dtype
+    changes |= {"dtype": config.dtype, "sequence_parallel": 1}  # shared here, as models of each strategy are
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, WeightsAlone(strategy), settings=False)
     return model, step, trained.seq_len
+
+
+def _share_sequences(
+    model: LanguageModel, config: EvalConfig, comm: Communicator, seq_len: int, device: torch.device
+) -> None:
+    rules.check_cut("seq_len", seq_len, config.sequence_parallel)
+    model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel))
+    if not model.shares_sequences:
+        require_shared(model, model, comm, seq_len, device, narrow=config.dtype != "float32")
 
 
 def _last_weights_alone(config: EvalConfig) -> None:

@@ -87,7 +87,8 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
                 yield f"a larger GPU (--gpu {device.name})", there, ""
                 break
     for way, also in ((planner, ""), (thrifty, f" and activation {added}")):
-        more = fewest_gpus(way, stages, _smallest(way))
+        # GPUs that share sequences come in groups, which the search does not know
+        more = fewest_gpus(way, stages, _smallest(way)) if workload.sequence_parallel == 1 else None
         if more is not None:
             yield f"{more:,} GPUs{also}", way.on(world_size=more, global_batch=0), ""
             break
@@ -106,7 +107,8 @@ def _shorter_sequences(planner: Planner, stage: int | ShardingStrategy) -> Plann
         there = planner.on(workload=planner.workload.changed(seq_len=length))
         return there if _fits(there, stage, _smallest(planner)) else None
 
-    lengths = [planner.workload.seq_len >> times for times in range(1, planner.workload.seq_len.bit_length())]
+    seq_len, share = planner.workload.seq_len, planner.workload.sequence_parallel
+    lengths = [seq_len >> times for times in range(1, seq_len.bit_length()) if (seq_len >> times) % share == 0]
     if not lengths or at(lengths[-1]) is None:  # checked first, to save the traces of longer ones
         return None
     return next(filter(None, map(at, lengths)))

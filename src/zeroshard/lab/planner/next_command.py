@@ -78,7 +78,11 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if row.node_copy:
         yield "node_copy", row.node_copy
     yield from (("seq_len", plan.workload.seq_len), ("micro_batch_size", row.micro_batch))
-    num_micro = row.num_micro * plan.cluster.world_size // config.reproducible if config.reproducible else row.num_micro
+    share = plan.workload.sequence_parallel
+    if share > 1:
+        yield "sequence_parallel", share
+    groups = plan.cluster.world_size // share
+    num_micro = row.num_micro * groups // config.reproducible if config.reproducible else row.num_micro
     if num_micro > 1:
         yield "grad_accum_steps", num_micro
     yield "dtype", plan.dtype

@@ -205,6 +205,7 @@ class Plan:
             "dtype": self.dtype,
             "optimizer": self.workload.optimizer,
             "seq_len": self.workload.seq_len,
+            "sequence_parallel": self.workload.sequence_parallel,
             "gpus": self.num_gpus,
             "gpus_per_node": self.cluster.ranks_per_node,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},

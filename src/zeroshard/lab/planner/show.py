@@ -103,7 +103,7 @@ def heading(plan: Plan) -> str:
     lines = [
         f"{workload.name}: {_count(workload.num_params)} parameters, {plan.dtype}, {workload.optimizer}, "
         f"{workload.num_bytes_of_states:.3g} bytes of state for each{_trained(workload)}, unsharded; "
-        f"sequences of {workload.seq_len}",
+        f"sequences of {workload.seq_len}{_shared(workload)}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
     per_node = min(cluster.ranks_per_node, plan.num_gpus)
@@ -115,6 +115,12 @@ def heading(plan: Plan) -> str:
     if plan.num_gpus > per_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
     return "\n".join(lines)
+
+
+def _shared(workload: Workload) -> str:
+    """A phrase with the number of GPUs that share each sequence; empty if none do."""
+    share = workload.sequence_parallel
+    return "" if share == 1 else f", each shared by {share} GPUs"
 
 
 def _trained(workload: Workload) -> str:

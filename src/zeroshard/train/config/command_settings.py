@@ -81,6 +81,7 @@ class EvalConfig(Config):
     nproc: int = Field(0, ge=0, description="Ranks to start here; 0: torchrun's or SLURM's, else 1.")
     port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
     seq_len: int = Field(0, ge=0, description="Tokens in a sequence; 0: as it was trained.")
+    sequence_parallel: int = Field(1, ge=1, description="Consecutive ranks that share each sequence.")
     micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
     rows: int = Field(0, ge=0, description="Sequences to read, spread over the split; 0: all of it.")
     batches: int = Field(0, ge=0, description="In place of rows: batches x micro_batch_size sequences; 0: rows.")
