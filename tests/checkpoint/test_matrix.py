@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from exactness import same_bits
 from pairwise import cover
 from same_results import contents
 from soak import soaking
@@ -69,13 +70,6 @@ def take_steps(strategy, steps):
         strategy.ema.update()
         strategy.optimizer.zero_grad()
     return norms
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for key, tensor in one.items():
-        assert tensor.dtype == other[key].dtype, key
-        assert torch.equal(tensor, other[key]), key
 
 
 def train_and_save(comm, folder):
@@ -156,7 +150,7 @@ def test_in_its_own_world_a_strategy_goes_on_as_if_it_had_never_stopped(gloo_ran
     for before, after in zip(went_on[world_size], gloo_ranks(world_size).run(load_and_go_on, str(folder)), strict=True):
         for name in NAMES:
             assert after[name][0] == before[name][0], name
-            assert_same(after[name][1], before[name][1])
+            assert same_bits(after[name][1], before[name][1])
 
 
 def save_unstepped(comm, folder):
@@ -169,7 +163,7 @@ def save_unstepped(comm, folder):
             checkpoint.save(path, strategy, step=steps)
             other = build(comm, NAMES[(NAMES.index(name) + 1) % len(NAMES)], seed=1, optimizer_cls=cls)
             checkpoint.load(path, other)
-            assert_same(dict(other.state_dict()), dict(strategy.state_dict()))
+            assert same_bits(dict(other.state_dict()), dict(strategy.state_dict()))
             assert take_steps(other, range(2)) == pytest.approx(take_steps(strategy, range(2)), rel=1e-5)
 
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from local_steps_runs import DILOCO, FRAGMENTS, Net, both, engine_of, loss_of, same, train
+from exactness import same_bits
+from local_steps_runs import DILOCO, FRAGMENTS, Net, both, engine_of, loss_of, train
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero
 
@@ -16,16 +17,16 @@ def test_a_last_outer_step_may_be_called_for_and_the_model_taken_back():
         train(comm, engine, range(3))
         outer_steps = engine[1].local_steps.outer_step()
         global_weights, local = both(engine[1])
-        assert same(global_weights, local)
+        assert same_bits(global_weights, local)
         train(comm, engine, range(3, 4))
         global_weights = both(engine[1])[0]
         engine[1].remove()
-        assert same(global_weights, engine[0].state_dict())
+        assert same_bits(global_weights, engine[0].state_dict())
         return [outer_step.fragment for outer_step in outer_steps], global_weights
 
     (fragments, global_weights), (_, theirs) = run_threads(rank_main, 2)
     assert fragments == [0, 1]
-    assert same(global_weights, theirs)
+    assert same_bits(global_weights, theirs)
 
 
 def test_a_replica_that_skips_a_step_goes_on_with_the_others():
@@ -43,7 +44,7 @@ def test_a_replica_that_skips_a_step_goes_on_with_the_others():
         return [(r.op, r.num_bytes, r.label) for r in observed.records], both(engine[1])[0]
 
     (issued, global_weights), *others = run_threads(rank_main, 4)
-    assert all(theirs == issued and same(global_weights, other) for theirs, other in others)
+    assert all(theirs == issued and same_bits(global_weights, other) for theirs, other in others)
 
 
 def test_another_stage_between_outer_steps_keeps_global_weights():
@@ -59,8 +60,8 @@ def test_another_stage_between_outer_steps_keeps_global_weights():
         return found
 
     for (global_weights, local), (global_weights_then, local_then) in run_threads(rank_main, 4):
-        assert same(global_weights, global_weights_then)
-        assert same(local, local_then)
+        assert same_bits(global_weights, global_weights_then)
+        assert same_bits(local, local_then)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -83,8 +84,8 @@ def test_whole_tensors_and_parameters_that_are_trained_later(stage):
         return zero.state_dict()
 
     first, *others = run_threads(rank_main, 4)
-    assert all(same(first, other) for other in others)
-    assert not same({"w": first["blocks.0.weight"]}, {"w": Net().blocks[0].weight.detach()})
+    assert all(same_bits(first, other) for other in others)
+    assert not same_bits({"w": first["blocks.0.weight"]}, {"w": Net().blocks[0].weight.detach()})
 
 
 def test_loaded_weights_are_the_global_weights_on_every_replica_also_what_each_had_alone():
@@ -100,12 +101,12 @@ def test_loaded_weights_are_the_global_weights_on_every_replica_also_what_each_h
 
     by_rank = run_threads(rank_main, 2)
     first = by_rank[0][0][0]
-    assert not same(first, by_rank[1][0][0])
+    assert not same_bits(first, by_rank[1][0][0])
     for (_, global_weights, local), written in by_rank:
-        assert same(first, global_weights)
-        assert same(first, local)
+        assert same_bits(first, global_weights)
+        assert same_bits(first, local)
         assert not written.pop("last.bias").any()
-        assert same(written, first)
+        assert same_bits(dict(written), {name: first[name] for name in written})
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from local_steps_runs import DILOCO, Net, both, engine_of, loss_of, same, train
+from exactness import same_bits
+from local_steps_runs import DILOCO, Net, both, engine_of, loss_of, train
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero import LocalSteps, Zero
@@ -44,7 +45,7 @@ def test_what_is_written_after_an_outer_step_is_saved_beside_the_global_weights(
         return both(zero), both(other[1])
 
     for went_on, resumed in run_threads(rank_main, 4):
-        assert all(same(one, other) for one, other in zip(went_on, resumed, strict=True))
+        assert all(same_bits(one, other) for one, other in zip(went_on, resumed, strict=True))
 
 
 def test_a_number_of_steps_is_no_local_steps():
@@ -151,13 +152,13 @@ def test_gradients_of_global_weights_may_be_read_and_not_stepped_by(stage, num_s
         before = zero.state_dict()
         with pytest.raises(RuntimeError, match=r"^step: these are gradients of .* call zero_grad\(\)"):
             optim.step()
-        assert same(zero.state_dict(), before)
+        assert same_bits(zero.state_dict(), before)
         optim.zero_grad()
         train(comm, engine, range(num_steps, 4))
         return of_global_weights
 
     alike = run_threads(rank_main, 4)
-    assert all(same(alike[0], other) for other in alike)
+    assert all(same_bits(alike[0], other) for other in alike)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -175,7 +176,7 @@ def test_an_evaluation_of_global_weights_between_forward_and_backward_leaves_the
             grads.append(zero.full_grads())
         return grads
 
-    assert all(same(without, after) for without, after in run_threads(rank_main, 4))
+    assert all(same_bits(without, after) for without, after in run_threads(rank_main, 4))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from local_steps_runs import ALL_KINDS, DILOCO, SOAK, Net, both, engine_of, loss_of, same, train
+from exactness import same_bits
+from local_steps_runs import ALL_KINDS, DILOCO, SOAK, Net, both, engine_of, loss_of, train
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.zero import Zero
@@ -39,8 +40,8 @@ def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
     expected = _saved(tmp_path / "c", settings, at)
     found = run_threads(rank_main, 2)
     for (global_weights, local), (global_weights_now, local_now) in zip(expected, found, strict=True):
-        assert same(global_weights, global_weights_now)
-        assert same(local, local_now)
+        assert same_bits(global_weights, global_weights_now)
+        assert same_bits(local, local_now)
 
 
 def test_another_number_of_replicas_begins_at_the_global_weights(tmp_path):
@@ -57,13 +58,13 @@ def test_another_number_of_replicas_begins_at_the_global_weights(tmp_path):
     assert expected
     by_rank = run_threads(rank_main, 3)
     (global_weights, local), *_ = by_rank[0]
-    assert not same(global_weights, local)  # the first two replicas go on where they were
+    assert not same_bits(global_weights, local)  # the first two replicas go on where they were
     (global_weights_of_third, third), states, _ = by_rank[2]
-    assert same(global_weights, global_weights_of_third)
-    assert same(global_weights, third)
+    assert same_bits(global_weights, global_weights_of_third)
+    assert same_bits(global_weights, third)
     first_states = by_rank[0][1]
     assert all(torch.equal(states[k]["exp_avg"], first_states[k]["exp_avg"]) for k in states)
-    assert all(same(after, by_rank[0][2]) for _, _, after in by_rank)
+    assert all(same_bits(after, by_rank[0][2]) for _, _, after in by_rank)
 
 
 def test_statistics_of_modules_go_on_as_each_replica_had_them_and_are_made_alike_at_outer_steps(tmp_path):
@@ -101,7 +102,7 @@ def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
         return both(engine[1])
 
     expected, local = run_threads(save, 2)[0]
-    assert not same(expected, local)
+    assert not same_bits(expected, local)
 
     def rank_main(comm):
         replicas = engine_of(comm, 1, DILOCO)
@@ -118,8 +119,8 @@ def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
     global_weights, kinds = run_threads(rank_main, 2)[0]
     assert kinds == {"step", "exp_avg", "exp_avg_sq"}
     full = checkpoint.consolidate(tmp_path / "c")
-    assert same(expected, global_weights)
-    assert same(global_weights, full["model"])
+    assert same_bits(expected, global_weights)
+    assert same_bits(global_weights, full["model"])
     assert set(full["optimizer"]["state"]) == set(global_weights)
     assert {kind for state in full["optimizer"]["state"].values() for kind in state} == kinds
 
@@ -145,6 +146,6 @@ def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_take_outer_st
 
     expected = run_threads(save, 2)[0]
     for (global_weights, local), outer_steps in run_threads(load, 2):
-        assert same(expected, global_weights)
-        assert same(expected, local)
+        assert same_bits(expected, global_weights)
+        assert same_bits(expected, local)
         assert outer_steps == [6, 9]

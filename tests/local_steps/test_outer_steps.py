@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from equivalence.remedies import Replicas
+from exactness import same_bits
 from late import late
 from local_steps_runs import (
     ALL_KINDS,
@@ -17,7 +18,6 @@ from local_steps_runs import (
     engine_of,
     loss_of,
     near,
-    same,
     train,
 )
 from zeroshard.comm import ObservedCommunicator, run_threads
@@ -52,7 +52,7 @@ def test_it_is_the_algorithm_of_the_paper(settings):
     (outer_steps, ours, mine), (_, theirs, _) = run_threads(rank_main, 2)
     near(global_weights, ours)
     near(local, mine)
-    assert same(ours, theirs)
+    assert same_bits(ours, theirs)
     assert [outer_step.num_replicas for outer_step in outer_steps] == [2] * len(outer_steps)
     expected = {
         AVERAGING: [(step, 0) for step in range(1, 10)],
@@ -81,9 +81,9 @@ def test_stages_in_a_replica_have_the_same_bits_and_replicas_the_same_global_wei
     by_rank = run_threads(rank_main, 4)
     for found in by_rank:
         for global_weights, local in found:
-            assert same(global_weights, by_rank[0][0][0])
-            assert same(local, found[0][1])
-            assert settings is not DILOCO or same(global_weights, local)  # the ninth step was an outer step
+            assert same_bits(global_weights, by_rank[0][0][0])
+            assert same_bits(local, found[0][1])
+            assert settings is not DILOCO or same_bits(global_weights, local)  # the ninth step was an outer step
 
 
 def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
@@ -102,7 +102,7 @@ def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
         return found
 
     first, *others = [full for found in run_threads(rank_main, 4) for full in found]
-    assert all(same(first, other) for other in others)
+    assert all(same_bits(first, other) for other in others)
 
 
 def test_only_differences_cross_replicas_once_in_so_many_steps():
@@ -156,9 +156,9 @@ def test_a_narrow_wire_halves_the_bytes_and_keeps_global_weights_alike():
 
     first, second = run_threads(rank_main, 2)
     assert 2 * first[torch.bfloat16][0] == first[None][0]
-    assert same(first[torch.bfloat16][1], second[torch.bfloat16][1])
+    assert same_bits(first[torch.bfloat16][1], second[torch.bfloat16][1])
     for name, exact in first[None][1].items():
         torch.testing.assert_close(first[torch.bfloat16][1][name], exact, rtol=0, atol=2e-3)
         torch.testing.assert_close(first["int8"][1][name], exact, rtol=0, atol=2e-3)
-    assert same(first["int8"][1], second["int8"][1])
+    assert same_bits(first["int8"][1], second["int8"][1])
     assert first["int8"][0] < 0.35 * first[None][0]  # of so few elements a scale is a sixteenth

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from exactness import same_bits
 from zeroshard import Zero
 from zeroshard.comm import run_threads
 from zeroshard.optim import MuonAdamW, muon, muon_groups
@@ -49,11 +50,6 @@ def _train(net, optims, num_steps=3, state_dict=None):
     return dict((state_dict or net.state_dict)())
 
 
-def _assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 def test_the_blocks_matrices_are_muon_s():
     groups = _groups(_net())
     assert [(group["matrices"], group["weight_decay"], len(group["params"])) for group in groups] == [
@@ -76,7 +72,7 @@ def test_it_steps_as_torch_s_two_do_side_by_side(fused, products, monkeypatch):
         torch.optim.Muon(matrices["params"], 0.01, 0.1, 0.9, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, 0.01, (0.8, 0.9), fused=fused),
     ]
-    _assert_same(together, _train(other, apart))
+    assert same_bits(together, _train(other, apart))
 
 
 def test_in_fp32_the_options_of_a_group_are_torch_s(monkeypatch):
@@ -86,7 +82,7 @@ def test_in_fp32_the_options_of_a_group_are_torch_s(monkeypatch):
     net, other = _net(), _net()
     (ours, *_), (theirs, *_) = _groups(net), _groups(other)
     trained = _train(net, [MuonAdamW([ours | options], **SETTINGS)])
-    _assert_same(trained, _train(other, [torch.optim.Muon(theirs["params"], 0.01, momentum=0.9, **options)]))
+    assert same_bits(trained, _train(other, [torch.optim.Muon(theirs["params"], 0.01, momentum=0.9, **options)]))
 
 
 def test_a_saved_state_goes_on_where_it_stopped():
@@ -96,7 +92,7 @@ def test_a_saved_state_goes_on_where_it_stopped():
     other = copy.deepcopy(net)
     again = MuonAdamW(_groups(other), **SETTINGS)
     again.load_state_dict(copy.deepcopy(optim.state_dict()))
-    _assert_same(_train(net, [optim]), _train(other, [again]))
+    assert same_bits(_train(net, [optim]), _train(other, [again]))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -112,7 +108,7 @@ def test_sharded_it_has_the_bits_of_one_process(stage):
         return _train(net, [optim], state_dict=zero.state_dict)
 
     for state in run_threads(rank_main, 2):  # each rank sees the same rows: the mean is exact
-        _assert_same(state, expected)
+        assert same_bits(state, expected)
 
 
 def test_what_is_no_matrix_is_refused():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from exactness import same_bits
 from same_results import contents
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
@@ -39,12 +40,6 @@ def _train(config, world_size=1, until=None):
     return weights, steps
 
 
-def _assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
-
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("ddp", 1), ("zero0", 2), ("zero1", 1), ("zero2", 2), ("zero3", 1), ("zero3", 2)]
 )
@@ -58,7 +53,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_p
     resumed_weights, resumed = _train(tiny_config(**options, out=parts, resume="auto"), world_size)
     assert resumed == whole
     assert list(resumed) == [1, 2, 3, 4, 5, 6]
-    _assert_same(resumed_weights, whole_weights)
+    assert same_bits(resumed_weights, whole_weights)
 
 
 @pytest.mark.parametrize("shard_size", [1, 2, 4])
@@ -73,7 +68,7 @@ def test_so_is_one_whose_groups_of_ranks_are_replicas(tiny_config, tmp_path, sha
     for strategy in ("zero2", "zero3"):
         whole_weights, whole = _train(tiny_config(**options, strategy=strategy, out=str(tmp_path / strategy)), 4)
         assert resumed == whole
-        _assert_same(resumed_weights, whole_weights)
+        assert same_bits(resumed_weights, whole_weights)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +93,7 @@ def test_state_saved_by_one_strategy_and_world_is_loaded_by_another_to_the_bit(t
         return run.strategy.state_dict()
 
     for state in run_threads(rank_main, next_world_size):
-        _assert_same(state, weights)
+        assert same_bits(state, weights)
     before, after = contents(path), contents(Path(second) / "again")
     assert {kind for _, kind in before} == {"param", "exp_avg", "exp_avg_sq", "step"}
-    _assert_same(before, after)
+    assert same_bits(before, after)

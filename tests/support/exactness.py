@@ -9,7 +9,8 @@ A kernel works in fp32 (fp64 for fp64) and rounds each result once. So an error 
   which covers a chain of a dozen operations over tree sums of 2^17 terms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,3 +64,14 @@ def assert_same_bits(first_time: Sequence[Tensor], second_time: Sequence[Tensor]
     for one, other in zip(first_time, second_time, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether tensors in mappings and sequences have the same bits and dtypes, and all else is equal."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same_bits(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    return one == other

@@ -60,10 +60,6 @@ def train(comm, engine, steps):
     return outer_steps
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def near(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=1e-5, atol=2e-6)

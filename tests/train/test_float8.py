@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from exactness import same_bits
 from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
@@ -67,10 +68,6 @@ def _trained(comm, config, num_steps=2, num_micro=1):
     return found, strategy.state_dict()
 
 
-def _same(one, other):
-    return one[0] == other[0] and all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
-
-
 @pytest.mark.parametrize(
     ("changes", "stages"),
     [
@@ -87,7 +84,7 @@ def test_every_stage_has_the_same_bits_and_a_loss_near_bf16s(changes, stages, em
         run_threads(lambda comm, s=stage: _trained(comm, _config(strategy=f"zero{s}", **changes)), 2)[0]
         for stage in stages
     ]
-    assert all(_same(first, other) for other in others)
+    assert all(same_bits(first, other) for other in others)
     bf16 = run_threads(lambda comm: _trained(comm, _config(**changes, dtype="bfloat16")), 2)[0]
     for (loss, norm), (plain, plain_norm) in zip(first[0], bf16[0], strict=True):
         assert loss == pytest.approx(plain, rel=5e-3)
@@ -105,7 +102,7 @@ def test_two_ranks_are_one_with_two_micro_batches(emulated):
 @pytest.mark.parametrize("how", ["selective", *(pytest.param(how, marks=SOAK) for how in ("full", "selective:2"))])
 def test_recomputing_changes_no_bit(how, emulated):
     plain = _trained(LocalCommunicator(), _config())
-    assert _same(plain, _trained(LocalCommunicator(), _config(model={**LLAMA, "activation_checkpointing": how})))
+    assert same_bits(plain, _trained(LocalCommunicator(), _config(model={**LLAMA, "activation_checkpointing": how})))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import forked
+from exactness import same_bits
 from zeroshard import checkpoint
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
@@ -48,15 +49,6 @@ def _state(folder):
     return whole["model"], whole["optimizer"]["state"]
 
 
-def _same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        if isinstance(value, dict):
-            _same(value, other[name])
-        else:
-            assert bool((value == other[name]).all()), name
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -77,7 +69,7 @@ def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path, 
     assert numbers == _numbers(alone)
     assert sum(event == "step" for event, _ in numbers) == 6
     for one, other in zip(_state(alone), _state(moved), strict=True):
-        _same(one, other)
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from exactness import same_bits
 from tiny_runs import built, events_of
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
@@ -56,10 +57,6 @@ def _state(strategy):
     return {(s.name, s.kind): s.tensor.clone() for s in strategy.named_shards()}
 
 
-def _equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 def steps_with_bad_numbers(comm, config, why):
     run = build_run(config, comm, CPU)
     step_now = [0]
@@ -85,12 +82,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(why, strategy, 
         scales = [65536, 65536, 65536, 32768, 32768] if why == "overflow" else [None] * NUM_STEPS
         assert [record.loss_scale for record in records] == scales
         for step in range(NUM_STEPS):
-            assert _equal(states[step], states[step + 1]) == (step in bad)
+            assert same_bits(states[step], states[step + 1]) == (step in bad)
             if step in bad:
                 assert records[step + 1].lr == records[step].lr  # the schedule waits
         assert why == "not finite" or records[4].lr != records[2].lr  # and goes on
         assert all(tensor.isfinite().all() for tensor in weights.values())
-        assert _equal(weights, by_rank[0][2])
+        assert same_bits(weights, by_rank[0][2])
     for mine, theirs in zip(by_rank[0][0], by_rank[1][0], strict=True):
         assert mine.grad_norm == theirs.grad_norm or why == "not finite"
 
@@ -117,7 +114,7 @@ def resumed_and_whole(comm, config, until):
     parts = config.model_copy(update={"out": f"{config.out}-parts"})
     go(parts, until)
     resumed = go(parts.model_copy(update={"resume": "auto"}))
-    return whole[0] == resumed[0] and _equal(whole[1], resumed[1]), whole[0]
+    return whole[0] == resumed[0] and same_bits(whole[1], resumed[1]), whole[0]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard.zero
+from exactness import same_bits
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.precision import Precision
@@ -120,22 +121,12 @@ def _ranks(num_ranks, stage, **settings):
     return run_threads(partial(_train, stage=stage, **settings), num_ranks)
 
 
-def _same(ours, theirs):
-    """Whether two trainings have the same bits, their losses, norms, weights and optimizer states."""
-    (losses, norms, weights, states), (other_losses, other_norms, other_weights, other_states) = ours, theirs
-    same = losses == other_losses and norms == other_norms and weights.keys() == other_weights.keys()
-    same = same and all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    kinds = [(name, kind) for name, state in states.items() for kind in state]
-    same = same and kinds == [(name, kind) for name, state in other_states.items() for kind in state]
-    return same and all(torch.equal(states[name][kind], other_states[name][kind]) for name, kind in kinds)
-
-
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("precision", [None, Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 def test_every_stage_trains_with_the_same_bits(precision, num_micro):
     runs = [_ranks(2, stage, precision=precision, num_micro=num_micro) for stage in STAGES]
     for ours, theirs in pairwise(runs):
-        assert all(_same(mine, other) for mine, other in zip(ours, theirs, strict=True))
+        assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
     ranks = runs[0]
     assert ranks[0][1:3:2] == ranks[1][1:3:2]  # norms
     assert ranks[0][0][-1] < ranks[0][0][0]
@@ -171,7 +162,7 @@ def test_ranks_compute_what_one_process_does(num_ranks):
 def test_what_one_stage_and_world_saves_another_loads():
     saved = _ranks(3, 3, alike=True)[0][2:]
     loaded = [_ranks(2, stage, state=saved, alike=True)[0] for stage in STAGES]
-    assert all(_same(*pair) for pair in pairwise(loaded))
+    assert all(same_bits(*pair) for pair in pairwise(loaded))
     for found in (loaded[0], _ranks(4, 3, state=saved, alike=True)[3]):
         _assert_computed(found, _alone(1, 2 * NUM_STEPS))
 

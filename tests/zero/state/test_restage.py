@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from exactness import same_bits
 from nets import Net, muon_and_adamw, rows
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
@@ -62,21 +63,12 @@ def _train(comm, path, name="AdamW", model=Odd, ema=False, **kwargs):
     return seen, zero.state_dict(), state, held
 
 
-def _assert_same(one, other):
-    assert one[0] == other[0]
-    assert one[1].keys() == other[1].keys()
-    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
-    assert [entry[:3] for entry in one[2]] == [entry[:3] for entry in other[2]]
-    assert all(torch.equal(a[3], b[3]) for a, b in zip(one[2], other[2], strict=True))
-    assert one[3] == other[3]
-
-
 def _assert_goes_on(path, world_size=2, **kwargs):
     """A run that changes its stage as in ``path`` has the bits of one that is at the last stage throughout."""
     changed = run_threads(lambda comm: _train(comm, path, **kwargs), world_size)
     fixed = run_threads(lambda comm: _train(comm, path[-1:] * len(path), **kwargs), world_size)
     for one, other in zip(changed, fixed, strict=True):
-        _assert_same(one, other)
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

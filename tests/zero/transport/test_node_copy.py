@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from exactness import same_bits
 from late import late
-from zero.transport.wire_runs import net, same, steps
+from zero.transport.wire_runs import net, steps
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
@@ -62,7 +63,7 @@ def test_weights_from_the_node_have_the_bits_of_those_from_everywhere(wire, worl
     settings |= {"prefetch": prefetch, **AROUND[around]}
     plain = run_threads(lambda comm: _train(comm, **settings), world_size)
     near = run_threads(lambda comm: _train(late(comm), secondary_shard_size=2, **settings), world_size)
-    assert same(plain, near)
+    assert same_bits(plain, near)
 
 
 def test_only_the_first_gather_of_a_step_crosses_between_nodes():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from exactness import same_bits
 from late import late
-from zero.transport.wire_runs import batch, net, same, steps
+from zero.transport.wire_runs import batch, net, steps
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
@@ -64,7 +65,7 @@ def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, 
     ]
     for ranks in by_stage:
         assert all(torch.isfinite(loss) for loss, _ in ranks[0][0])
-        assert same(ranks, by_stage[0])
+        assert same_bits(ranks, by_stage[0])
         assert all(torch.equal(ranks[0][2][name], each[2][name]) for each in ranks for name in each[2])
 
 
@@ -78,7 +79,7 @@ def test_an_optimizer_of_whole_tensors_begins_with_what_travels():
         return steps(zero, optimizer, range(2)), zero.state_dict()
 
     first, *others = [run_threads(lambda comm, stage=stage: on_rank(comm, stage), 2) for stage in (1, 2, 3)]
-    assert all(same(ranks, first) for ranks in others)
+    assert all(same_bits(ranks, first) for ranks in others)
 
 
 def test_every_rank_computes_with_what_the_owners_shards_come_to_and_masters_stay_exact():
@@ -134,7 +135,7 @@ def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, precision, world_si
         other.model.blocks[1].requires_grad_(True)
         return went_on, (steps(other, optimizer, range(3, 5), 2), other.state_dict())
 
-    assert all(same(*found) for found in run_threads(on_rank, world_size))
+    assert all(same_bits(*found) for found in run_threads(on_rank, world_size))
 
 
 def test_nan_and_inf_are_still_seen_behind_the_wire():

@@ -66,12 +66,3 @@ def steps(zero, optimizer, numbers, num_micro=1):
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-def same(one, other):
-    """Whether tensors in dicts and sequences have the same bits."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    return len(one) == len(other) and all(map(same, one, other))
