@@ -31,15 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A row of `PRESETS`: a configuration class, and the arguments that it is created with.
+    """A row of `PRESETS`: a configuration class, and the arguments that it is created with."""
 
-    Attributes:
-        factory: ``module:Class`` of the configuration, or the class itself; see `zeroshard.models.config.ModelConfig`.
-        sizes: keyword arguments of the factory.
-    """
-
+    # ``module:Class`` of the configuration, or the class itself; see `zeroshard.models.config.ModelConfig`
     factory: str | Callable[..., ModelConfig]
-    sizes: Mapping[str, object] = field(default_factory=dict)
+    sizes: Mapping[str, object] = field(default_factory=dict)  # keyword arguments of the factory
 
     @property
     def config(self) -> ModelConfig:

@@ -135,37 +135,22 @@ def sent(actions: Iterable[Action]) -> list[Message]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The engine's settings, as `zeroshard.Zero` takes them, and those of the step around it.
+    """The engine's settings, as `zeroshard.Zero` takes them, and those of the step around it."""
 
-    Attributes:
-        strategy: the row of the stage table.
-        precision: the dtype policy.
-        num_micro: micro-batches of a step.
-        accumulate: how gradients accumulate; None: as the row's `grads` column says.
-        prefetch: number of units whose weights are gathered ahead.
-        num_replicas: the world size divided by the ``shard_size``.
-        uniform_order: the communicator's `zeroshard.comm.Communicator.uniform_order`.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        rank: this rank's number among those that shard together.
-        clips: whether gradients are clipped by their norm before the optimizer's step.
-        agrees: whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do.
-        reproducible: as `zeroshard.Zero` takes it; the buffers are laid out for this number.
-        offload: which state is off the device; None: none is.
-    """
-
-    strategy: ShardingStrategy
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
-    num_micro: int = 1
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
-    num_replicas: int = 1
-    uniform_order: bool = True
-    device_type: str = "cpu"
-    rank: int = 0
-    clips: bool = True
+    strategy: ShardingStrategy  # the row of the stage table
+    precision: MixedPrecision = field(default_factory=MixedPrecision)  # the dtype policy
+    num_micro: int = 1  # micro-batches of a step
+    accumulate: Accumulate | None = None  # how gradients accumulate; None: as the row's `grads` column says
+    prefetch: int = 1  # number of units whose weights are gathered ahead
+    num_replicas: int = 1  # the world size divided by the ``shard_size``
+    uniform_order: bool = True  # the communicator's `zeroshard.comm.Communicator.uniform_order`
+    device_type: str = "cpu"  # ``"cpu"`` or ``"cuda"``
+    rank: int = 0  # this rank's number among those that shard together
+    clips: bool = True  # whether gradients are clipped by their norm before the optimizer's step
+    # whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do
     agrees: bool = False
-    reproducible: int | None = None
-    offload: Offload | None = None
+    reproducible: int | None = None  # as `zeroshard.Zero` takes it; the buffers are laid out for this number
+    offload: Offload | None = None  # which state is off the device; None: none is
 
     def nodes_of(self, num_shards: int) -> int | None:
         """Ranks of a node if gradients are summed inside each node before they are exchanged between nodes, else None.

@@ -31,22 +31,15 @@ NUM_STEPS = 2  # the first step creates optimizer states; the second starts with
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one rank.
+    """Measurements of one rank."""
 
-    Attributes:
-        start: resident bytes by category before the first step.
-        updates: resident bytes by category before and after the update of each step.
-        peak_bytes: peak of live bytes: training state, activations and everything else.
-        peak_by_category: the peak by category; empty unless allocations were recorded.
-        messages: collectives of the last step in order, without control messages.
-        step_s: seconds of each step but the first, including the recorder's own time.
-    """
-
-    start: dict[str, int]
+    start: dict[str, int]  # resident bytes by category before the first step
+    # resident bytes by category before and after the update of each step
     updates: list[tuple[dict[str, int], dict[str, int]]]
-    peak_bytes: int
-    peak_by_category: dict[str, int]
-    messages: list[CommRecord]
+    peak_bytes: int  # peak of live bytes: training state, activations and everything else
+    peak_by_category: dict[str, int]  # the peak by category; empty unless allocations were recorded
+    messages: list[CommRecord]  # collectives of the last step in order, without control messages
+    # seconds of each step but the first, including the recorder's own time
     step_s: list[float] = field(default_factory=list)
 
     @property

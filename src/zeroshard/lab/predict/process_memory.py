@@ -53,19 +53,16 @@ KEPT_BY_COMPILED = 0.08  # additional activations, as a share; from the same run
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes by purpose; the module's docstring explains each.
+    """Bytes by purpose; the module's docstring explains each."""
 
-    Attributes:
-        context, nccl: bytes outside of torch's allocator.
-        workspace, logits, compiled: allocated bytes; the last may be negative.
-        freed, fragments: bytes that are reserved but unused.
-    """
-
+    # context, nccl: bytes outside of torch's allocator
     context: int = 0
     nccl: int = 0
+    # workspace, logits, compiled: allocated bytes; the last may be negative
     workspace: int = 0
     logits: int = 0
     compiled: int = 0
+    # freed, fragments: bytes that are reserved but unused
     freed: int = 0
     fragments: int = 0
 

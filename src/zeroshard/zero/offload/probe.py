@@ -30,15 +30,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a probe has found.
+    """What a probe has found."""
 
-    Attributes:
-        num_different: of `NUM_ELEMENTS`, those whose weight or any state differs after some step.
-        most_ulp: the largest difference of their weights, in units in the last place; None: one is NaN.
-    """
-
-    num_different: int
-    most_ulp: int | None
+    num_different: int  # of `NUM_ELEMENTS`, those whose weight or any state differs after some step
+    most_ulp: int | None  # the largest difference of their weights, in units in the last place; None: one is NaN
 
     def __str__(self) -> str:
         if not self.num_different:

@@ -42,15 +42,11 @@ bits at each stage."""
 
 @dataclass(frozen=True)
 class WholeLayout(FlatLayout):
-    """Slots in a flat buffer, each within one part of one shard; `whole_layout` makes one.
+    """Slots in a flat buffer, each within one part of one shard; `whole_layout` makes one."""
 
-    Attributes:
-        longest: elements of the longest shard.
-        intervals: if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None
-            if all shards have one length.
-    """
-
-    longest: int = 0
+    longest: int = 0  # elements of the longest shard
+    # if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None if all shards
+    # have one length
     intervals: tuple[tuple[int, int, int], ...] | None = None
     keeps_tensors_whole = True
 
