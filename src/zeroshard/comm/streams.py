@@ -11,6 +11,7 @@ is. So the engine issues its collectives from streams of its own, and uses event
     replicate   sums over replicas; each waits for the reduction before it, so that the compute stream need not
     save        copies of state to the host for a checkpoint; the next optimizer step waits for them
     to_host     copies of reduced gradients to the host, whose optimizer waits for them; each after its reduction
+    to_device   copies of weights that the host has updated; each gather waits for its own
 
 The compute stream waits for a gather before the weights' first use, and for a reduction before its buffer is freed or
 overwritten.
@@ -35,7 +36,7 @@ import torch
 from zeroshard.comm import Work
 from zeroshard.comm.labels import on_side_stream
 
-Lane = Literal["copy_in", "gather", "reduce", "replicate", "save", "to_host"]
+Lane = Literal["copy_in", "gather", "reduce", "replicate", "save", "to_host", "to_device"]
 Mark = Any
 """A point in a stream for which other streams can wait (a CUDA event); None on a device without streams."""
 

@@ -16,7 +16,7 @@ from nets import WIDTH, Net, muon_and_adamw, rows
 from zero.offload.executors import EXECUTORS, AtOnce, Late
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
-from zeroshard.zero.offload import placement
+from zeroshard.zero.offload import host_params, placement
 from zeroshard.zero.offload.executor import Executor
 from zeroshard.zero.optimizers.operands import WidenedGrads
 
@@ -387,22 +387,33 @@ def test_the_first_units_of_the_forward_stay(fraction, away):
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16):
+@pytest.mark.parametrize("how", [*EXECUTORS, "on disk", "compared at once"])
+def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16, how, monkeypatch, tmp_path):
+    """The comparison is one of a GPU, for which the update waits; on the CPU it is at once."""
+    monkeypatch.setattr(placement, "Executor", EXECUTORS.get(how, Late))
+    if how != "compared at once":
+        monkeypatch.setattr(host_params, "is_here", lambda weights: False)
+    away = Offload("disk", "disk", path=tmp_path) if how == "on disk" else Offload()
+
     def on_rank(comm, offload):
         net = Net(2)
         precision = MixedPrecision(torch.bfloat16 if bfloat16 else None)
         zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload, precision=precision)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
-        for step in range(3):
-            net(rows(comm.rank, step)).float().square().mean().backward()
+        average, found = zero.ema(0.5), []
+        for step in range(4):
+            if step != 2:  # in one step there is nothing to update
+                net(rows(comm.rank, step)).float().square().mean().backward()
             for param in net.parameters():
                 param.data.mul_(1.5)
             optim.step()
+            found += [piece.detach().clone() for piece in zero.pieces()]
             optim.zero_grad()
-        return zero.state_dict()
+            average.update()
+        return found, zero.state_dict(), [state["ema"] for state in average.state.values()]
 
-    plain, away = (run_threads(lambda comm, o=o: on_rank(comm, o), 2, timeout_s=60) for o in (None, Offload()))
-    assert same(plain, away)
+    plain, found = (run_threads(lambda comm, o=o: on_rank(comm, o), 2, timeout_s=60) for o in (None, away))
+    assert same(plain, found)
 
 
 # -- the thread ---------------------------------------------------------------------------------------------------

@@ -37,8 +37,7 @@ class BlockingCopies(Waits):
 
 
 def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))  # whose comparison reads the device
-    monkeypatch.setattr(torch, "equal", lambda a, b: True)
+    monkeypatch.setattr(host_params, "is_set", lambda flag: False)
     for module in (host_grads, host_params, staging):
         monkeypatch.setattr(module, "Slab", Pages)
     with CUDA:

@@ -78,8 +78,7 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
     monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
     monkeypatch.setattr(hazards, "_tensors", tensors)
     monkeypatch.setattr(placement, "Executor", AtOnce)
-    monkeypatch.setattr(host_params, "bit_sums", lambda values: torch.zeros(1))
-    monkeypatch.setattr(torch, "equal", lambda a, b: True)
+    monkeypatch.setattr(host_params, "is_set", lambda flag: flag.clone() is None)  # a read of the host, of no value
     for module in (host_grads, host_params, staging):
         monkeypatch.setattr(module, "Slab", Pages)
     monkeypatch.setattr(staging, "NUM_SLOTS", 2)  # fewer than units, and so a ring that goes round
@@ -181,9 +180,9 @@ def _slot_written_again_at_once(monkeypatch):
 
 
 def _weights_written_while_they_are_read(monkeypatch):
-    copy = host_params.HostTransport.copy
+    take = host_params.HostTransport.take_update
     monkeypatch.setattr(
-        host_params.HostTransport, "copy", lambda self, full, master, s, *after: copy(self, full, master, s)
+        host_params.HostTransport, "take_update", lambda self, full, master, s, after: take(self, full, master, s, None)
     )
 
 
@@ -196,13 +195,36 @@ def _factor_read_at_once(monkeypatch):
     monkeypatch.setattr(staging.Staging, "number", lambda self, there: (number(self, there)[0], None))
 
 
+def _comparison_read_at_once(monkeypatch):
+    take_check = host_params.HostParams.take_check
+
+    def taken(self):
+        self._check = None if self._check is None else (self._check[0], None)
+        return take_check(self)
+
+    monkeypatch.setattr(host_params.HostParams, "take_check", taken)
+
+
+def _gathered_before_it_is_copied_up(monkeypatch):
+    take_cast = host_params.HostTransport._take_cast
+
+    def taken(self, streams):
+        self._cast_at = None
+        return take_cast(self, streams)
+
+    monkeypatch.setattr(host_params.HostTransport, "_take_cast", taken)
+
+
 PLANTED = {
     "a gradient on the host is read before it is there": (2, "host", _landing_not_waited_for),
     "an update reads a gradient before it is there": (2, "host", _update_that_does_not_wait_for_the_landing),
     "a gradient is copied down before it is reduced": (2, "host", _copied_down_before_it_is_reduced),
     "a slot is written again before it is copied up": (3, "host", _slot_written_again_at_once),
-    "weights are written that kernels still read": (0, "host", _weights_written_while_they_are_read),
+    "weights are written that gathers still read": (3, "host", _weights_written_while_they_are_read),
     "a gradient is freed while it is copied down": (3, "host", _freed_while_it_is_copied_down),
+    "written weights are taken before they are compared": (0, "device", _comparison_read_at_once),
+    "weights are gathered before they are copied up": (3, "host", _gathered_before_it_is_copied_up),
+    "whole weights are read before they are copied up": (0, "host", _gathered_before_it_is_copied_up),
     "an update begins before the norm is known": (2, "host", _factor_read_at_once),
 }
 

@@ -143,10 +143,11 @@ class FlatParams(Weights):
 
     # -- writes -------------------------------------------------------------------------------------------------
 
-    def take_changes(self) -> None:
+    def take_changes(self, *, waits: bool = True) -> None:
         """Copy values that were written into unsharded, current weights to the master.
 
         Every rank must call it, and must have written the same values: [Note: Changes in place] in `written_weights`.
+        ``waits``: whether they are there on return, also if the master is on another device; else an update waits.
         """
         if not self.visible:
             self.changes.refuse_assigned(self._hidden)

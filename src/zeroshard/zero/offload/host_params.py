@@ -1,7 +1,7 @@
 """Weights whose master is on the host: `HostParams`, and how their shards come to the device, `HostTransport`.
 
 master    fp32, on the host; the update changes it there
-  | cast on the host, one copy up after each step
+  | cast on the host, one copy up after each step, by the thread that updates
 shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather,
           or (``weights="disk"``) nowhere: each gather casts the master, which is in a file; of other stages, this
           rank's slice of the unsharded weights itself
@@ -11,6 +11,7 @@ full      unsharded weights, on the device
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class HostParams(FlatParams):
     """Weights with their master on the host. Who touches that waits for its update: [Note: Who waits] in `executor`.
 
     What a user writes into the weights is found by `bit_sums` of those that stay on the device: the master is another
-    tensor, on another device, and a write through ``.data`` leaves no trace.
+    tensor, on another device, and a write through ``.data`` leaves no trace. They are compared on the device, and no
+    step waits for the answer: the update does, before it reads the master, as does whoever else reads it.
     """
 
     transport: HostTransport
@@ -44,6 +46,9 @@ class HostParams(FlatParams):
     def __init__(self, *args: Any, update: Update, stored: UnitOnDisk | None, **kwargs: Any) -> None:
         self.update, self._stored = update, stored if stored is not None and stored.masters else None
         self._shown: Tensor | None = None
+        self._check: tuple[Tensor, Mark] | None = (
+            None  # whether it was written into, 0-dim on the host; behind its copy
+        )
         super().__init__(*args, **kwargs)
         if not self.shard_optim:  # updates on the host have the bits of a sharded optimizer's there
             self.pieces = self.layout.updated_by_all(HOST)
@@ -62,6 +67,7 @@ class HostParams(FlatParams):
         self.update.wait()
         if self._stored is not None:
             self._stored.wait()
+        self.take_checked()
         return self._master
 
     @master.setter
@@ -74,9 +80,9 @@ class HostParams(FlatParams):
         return self._master.nbytes
 
     def take_update(self, master: Tensor) -> None:
-        """Cast ``master``, new and in memory, to where the next gather needs it: it need not be read from a file."""
-        if self.full.device == HOST:
-            self.transport.take_update(self.full if self.full.untyped_storage().nbytes() else None, master)
+        """Cast ``master``, new and in memory, to where the next gather, which waits for this update, needs it."""
+        full = self.full if self.full.untyped_storage().nbytes() else None
+        self.transport.take_update(full, master, self._streams, self._written_at)
 
     def _gather(self) -> None:
         super()._gather()
@@ -94,12 +100,39 @@ class HostParams(FlatParams):
         if not self.shard_params and self.readable:
             self._shown = bit_sums(self.full)
 
-    def take_changes(self) -> None:
-        """Copy values that were written into unsharded, current weights to the master."""
+    def take_changes(self, *, waits: bool = True) -> None:
+        """As of `FlatParams`; without ``waits``, `take_check` or `take_checked` follows."""
         super().take_changes()
         shown = self._shown if self.visible and not self.stale else None
-        if shown is not None and not torch.equal(bit_sums(self.full), shown):
+        if shown is None:
+            return
+        sums = bit_sums(self.full)
+        if not is_here(self.full):
+            self._check = (sums != shown).any().to(HOST, non_blocking=True), self._streams.mark()
+            if waits:
+                self.take_checked()
+        elif not torch.equal(sums, shown):
             self.write_back()
+
+    def take_check(self) -> Callable[[], None]:
+        """Return what waits for the comparison that is under way, and copies what was written; nobody else will."""
+        check, self._check = self._check, None
+
+        def apply() -> None:
+            if check is not None:
+                differs, known = check
+                if known is not None:
+                    known.synchronize()
+                if is_set(differs):
+                    with torch.no_grad():
+                        take_written(self.transport, self._master, self._written())
+
+        return apply
+
+    def take_checked(self) -> None:
+        """Wait for the comparison that is under way, and copy what was written."""
+        if self._check is not None:
+            self.take_check()()
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master."""
@@ -108,6 +141,16 @@ class HostParams(FlatParams):
 
     def _written(self) -> Tensor:
         return super()._written().to(HOST)
+
+
+def is_here(weights: Tensor) -> bool:
+    """Whether the host can compare weights without waiting for a device."""
+    return weights.device == HOST
+
+
+def is_set(flag: Tensor) -> bool:
+    """The value of a flag, 0-dim, that has arrived on the host."""
+    return bool(flag)
 
 
 class HostTransport(WeightTransport):
@@ -128,6 +171,7 @@ class HostTransport(WeightTransport):
         self._is_outdated = True
         self._sent_at: Mark = None  # behind the last copy up of a shard that stays on the host
         self._is_cast = False  # whether the update has left its result where the next gather needs it
+        self._cast_at: Mark = None  # behind its copy to a GPU
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
         if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None and place != "disk":
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
@@ -142,7 +186,7 @@ class HostTransport(WeightTransport):
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""
-        own, is_cast = full[self._own], self._take_cast()
+        own, is_cast = full[self._own], self._take_cast(self._staging.streams)
         if self.form is not None:  # it is the wide values that are encoded
             self._inner.prepare(full, master.to(full.device), changed=changed)
             return
@@ -150,8 +194,7 @@ class HostTransport(WeightTransport):
             if changed and not is_cast:
                 self._staging.copy(own, master)
         elif self._is_outdated and not is_cast:
-            if self._sent_at is not None:
-                self._sent_at.synchronize()  # the host would write what the device has not read
+            self._wait_for_sent()
             self._staging.copy(self._shard, master)
         self._is_outdated = False
         if self.on_host:
@@ -170,10 +213,11 @@ class HostTransport(WeightTransport):
 
     def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
         """Copy ``master``, which is not sharded, to ``full``, on a GPU on the stream ``copy_in``."""
-        if self._take_cast():
+        if full.device == master.device and self._take_cast(streams):
             return None
         with streams.on("copy_in", *after):
-            self._staging.copy(full, master)
+            if not self._take_cast(streams):
+                self._staging.copy(full, master)
             return None if full.device == master.device else streams.issued(DONE)
 
     def invalidate(self) -> None:
@@ -181,22 +225,40 @@ class HostTransport(WeightTransport):
         self._is_outdated, self._is_cast = True, False
         self._inner.invalidate()
 
-    def take_update(self, full: Tensor | None, master: Tensor) -> None:
+    def take_update(self, full: Tensor | None, master: Tensor, streams: Streams, after: Mark) -> None:
         """Cast the result of an update, on its thread, to where the next gather, which waits for it, needs it.
 
-        ``full``: the unsharded weights, which nobody sees before that gather; None: they have no memory now.
+        Args:
+            full: the unsharded weights, which nobody sees before that gather; None: they have no memory now.
+            master: the result.
+            streams: of the device.
+            after: a mark behind all that reads the weights of before the step.
         """
         if self.form is not None:  # it is the wide values that are encoded
             return
         target = self._shard
         if target is None and full is not None:
             target = full[self._own] if self._shards_optim else full
-        if target is not None:
+        if target is None:
+            return
+        if target.device == HOST:
+            self._wait_for_sent()
             target.copy_(master)
-            self._is_cast = True
+        else:
+            with streams.on("to_device", after):
+                self._staging.copy(target, master)
+                self._cast_at = streams.mark()
+        self._is_cast = True
 
-    def _take_cast(self) -> bool:
+    def _wait_for_sent(self) -> None:
+        if self._sent_at is not None:
+            self._sent_at.synchronize()  # the host would write what the device has not read
+
+    def _take_cast(self, streams: Streams) -> bool:
+        """Whether the update has left its result where it is needed; the current stream then waits for its copy."""
         is_cast, self._is_cast = self._is_cast, False
+        if is_cast and self._cast_at is not None:
+            streams.wait(self._cast_at)
         return is_cast
 
     def take_written(self, master: Tensor, written: Tensor) -> None:

@@ -222,6 +222,7 @@ class Placement(Observer):
         self.executor.drain()
         for group in self._groups():
             _ = group.grads.reduced
+            group.params.take_checked()
 
     def arm(self, of: PiecewiseOptimizer, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
         """Have these units updated in the order of the next forward, by the settings that the optimizer has now."""
@@ -230,9 +231,15 @@ class Placement(Observer):
         order = (group for unit in (runtime.root, *runtime.order) for group in unit.groups)
         armed = [group for group in order if isinstance(group, HostGroup) and group in units]
         jobs: list[Job] = []
+        for group in self._groups():
+            if group not in units:  # no update waits for what was written into its weights
+                group.params.take_checked()
+        checks = [group.params.take_check() for group in armed]  # before anything of these units is read from a file
         for group in armed:
-            run = partial(_update, twin, step, operands, units[group], group.grads.take_factor())
+            factor, last = group.grads.take_factor(), partial(_cast, group)
+            run = partial(_update, twin, step, operands, units[group], [*checks, factor], last)
             jobs.append((group.update, run))
+            checks = []
         if self.file is not None and jobs:
             self.file.expect([group.stored for group in armed if group.stored in self.file])
             jobs.append((self._file_is_written, self.file.settle))
@@ -276,10 +283,16 @@ def _twin(optimizer: Optimizer) -> Any:
 
 
 def _update(
-    twin: Any, step: Callable[[Any], Any], operands: Any, by_group: Lists, apply_factor: Callable[[], None]
+    twin: Any,
+    step: Callable[[Any], Any],
+    operands: Any,
+    by_group: Lists,
+    first: Sequence[Callable[[], None]],
+    last: Callable[[], None],
 ) -> None:
     """Update one unit by the class's own code, on whichever thread."""
-    apply_factor()
+    for action in first:
+        action()
     for settings, pieces in zip(twin.param_groups, by_group, strict=True):
         settings["params"] = pieces
     operands.bring(operands.elsewhere(chain.from_iterable(by_group)))
@@ -287,6 +300,13 @@ def _update(
         step(twin)
     finally:
         operands.take_back()
+    last()
+
+
+def _cast(group: HostGroup) -> None:
+    """Bring the updated master to where the next gather needs it; one in a file was cast from its slot."""
+    if group.stored is None or not group.stored.masters:
+        group.params.take_update(group.params.master)
 
 
 class States(defaultdict[Any, Any]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class Staging:
         self._left = limit
         self.streams: Streams = NO_STREAMS
         self._slots: list[tuple[Tensor, Mark]] = []
+        self._copying = threading.Lock()  # an update copies up, and so does a gather of weights that were loaded
         self._leaving: list[tuple[Tensor, Mark]] = []
         self._number: tuple[Tensor, Tensor, Mark] | None = None  # of the device, its copy, behind that copy
 
@@ -59,6 +62,10 @@ class Staging:
         if target.device == source.device or self.streams is NO_STREAMS:
             target.copy_(source)
             return
+        with self._copying:
+            self._copy(target, source)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         length = SLOT_BYTES // target.itemsize
         for there, here in zip(target.split(length), source.split(length), strict=True):
             slot, last = self._slots.pop(0) if len(self._slots) == NUM_SLOTS else (self._new(target.device), None)

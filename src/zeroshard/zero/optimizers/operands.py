@@ -188,10 +188,8 @@ class OperandsOfSteps:
     def arm(self) -> None:
         """Have the pieces that were set aside updated, after the class's own code has run for the others."""
         units, self._later = self._later, {}
-        if units:
-            step, later = self._own_step(), self._of.operands.later
-            assert step is not None
-            assert later is not None
+        step, later = self._own_step(), self._of.operands.later
+        if step is not None and later is not None:  # also of no units, as it ends what a step has begun
             later.arm(self._of, step, units)
 
     def _set_aside(self, later: LaterUpdates, *, by_unit: bool) -> Lists:

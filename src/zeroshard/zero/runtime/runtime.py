@@ -364,10 +364,10 @@ class Runtime(Passes[Unit, FlatGroup]):
         if self.may_have_read_stale:
             self.observer.grad_arrives(group)
 
-    def take_changes(self) -> None:
+    def take_changes(self, *, waits: bool = True) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `written_weights`."""
         for group in self.groups():
-            group.params.take_changes()
+            group.params.take_changes(waits=waits)
 
     def require_reduced(self, what: str) -> None:
         """Apply what the user has assigned to ``param.grad``, then raise if gradients are unusable: `require_shown`."""

@@ -230,7 +230,7 @@ class EngineOptimizers:
         self._runtime.require_unpinned("step")
         self.require_weights("step")
         self.require_same_model()
-        self._runtime.take_changes()
+        self._runtime.take_changes(waits=False)
         self._require_own_grads(members)
         for observer in self.observers:
             observer.before_step(members)
