@@ -266,21 +266,6 @@ def test_numbers_of_tiles_and_their_borders():
     assert bounds(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"tiles": "2"}, "model.tiles: 2 with activation_checkpointing 'none'.*--model.activation-checkpointing full"),
-        ({"tiles": "0", "activation_checkpointing": "full"}, "model.tiles: '0' is not a choice; choose none, auto"),
-        ({"tiles": "2", "activation_checkpointing": "selective"}, "model.tiles: 2 with .*'selective'"),
-    ],
-)
-def test_what_tiles_cannot_do_is_one_line(settings, line):
-    with pytest.raises(UserError, match=line):
-        replace(DEEP, **settings)
-    with pytest.raises(UserError, match=line):
-        validate(TrainConfig, {"model": settings})
-
-
 def test_tiles_are_refused_with_compile_and_without_a_known_layer():
     model = {"activation_checkpointing": "full", "tiles": 2}
     assert validate(TrainConfig, {"model": model}).model.tiles == "2"
