@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
+from zeroshard.kernels.adamw8bit import Codes, adamw8bit
 from zeroshard.kernels.written import carry_written
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
@@ -95,6 +96,16 @@ def main():
     kernels.adamw(*columns, step=1, grad_scale=torch.ones(()), **settings)
     narrow = [[torch.zeros(n).bfloat16() for n in (5, 7)] for _ in range(4)]
     kernels.adamw(*narrow, step=[1, 2], options=AdamWOptions(1e-3), kernels="triton")
+    codes, scales = torch.zeros(5000, dtype=torch.int8), torch.zeros(20)
+    for dtype, correction in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, codes),
+        (torch.float16, None),
+    ):
+        piece, states = torch.zeros(5000, dtype=dtype), [Codes(codes, scales, codes, scales, correction)]
+        for block in (16, 256):
+            adamw8bit([piece], [piece], states, [1], AdamWOptions(1e-3), block, kernels="triton")
 
 
 if __name__ == "__main__":

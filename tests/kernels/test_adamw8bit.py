@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroshard.kernels import AdamWOptions, adamw8bit, cpu_loops, use_kernels
-from zeroshard.kernels.adamw8bit import Codes, adamw8bit_reference
+from zeroshard.kernels.adamw8bit import Codes
 from zeroshard.kernels.adamw8bit import adamw8bit as update
 from zeroshard.optim import AdamW8bit, FlashAdamW
 
@@ -49,16 +49,14 @@ def drawn(numels, dtype, grad_dtype, corrected, block, *, seed=0, powers=(-45, 3
     return params, grads, states
 
 
-def updated(how, numels, dtype, grad_dtype, corrected, block, **given):
-    """Everything that three steps change."""
+def updated(how, numels, dtype, grad_dtype, corrected, block, *, device="cpu", **given):
+    """Everything that three steps change, on the CPU."""
     params, grads, states = drawn(numels, dtype, grad_dtype, corrected, block, **given)
+    params, grads = ([each.to(device) for each in column] for column in (params, grads))
+    states = [Codes(*(each if each is None else each.to(device) for each in codes)) for codes in states]
     for step in (1, 2, 3):
-        if how == "reference":
-            for param, grad, codes in zip(params, grads, states, strict=True):
-                adamw8bit_reference(param, grad, codes, step, OPTIONS, block)
-        else:
-            update(params, grads, states, [step] * len(params), OPTIONS, block)
-    return [*params, *(each for codes in states for each in codes if each is not None)]
+        update(params, grads, states, [step] * len(params), OPTIONS, block, how)
+    return [each.cpu() for each in (*params, *(each for codes in states for each in codes if each is not None))]
 
 
 def assert_equal_bits(found, wanted):
@@ -74,7 +72,23 @@ def test_the_loop_has_the_bits_of_the_reference_on_any_number_of_threads(compile
     wanted = updated("reference", *case)
     for num_threads in (1, 2, 3, 4):
         torch.set_num_threads(num_threads)
-        assert_equal_bits(updated("loop", *case), wanted)
+        assert_equal_bits(updated("auto", *case), wanted)
+
+
+@pytest.mark.parametrize("block", [16, 256, 4096])
+@pytest.mark.parametrize(("dtype", "grad_dtype", "corrected"), [*DTYPES, (F16, F16, False)])
+def test_the_kernel_has_the_bits_of_the_reference(dtype, grad_dtype, corrected, block, triton, device):
+    case = ((1, 5, 255, 0, 2 * 4096 + 7) if block > 16 else (1, 257), dtype, grad_dtype, corrected, block)
+    assert_equal_bits(updated(triton, *case, device=device), updated("reference", *case))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+def test_the_kernel_keeps_what_is_no_number_in_its_block(triton, device):
+    params, grads, states = drawn((1024,), F32, F32, False, 256)
+    grads[0][300] = float("nan")
+    update(params, grads, states, [1], OPTIONS, 256, triton)
+    assert params[0].isnan().nonzero().tolist() == [[300]]
+    assert [each.isnan().tolist() for each in states[0][1::2]] == [[False, True, False, False]] * 2
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,7 +15,7 @@ makes a step of m / eps, which is thousands of times too long; bitsandbytes' map
 Each operation below is one that IEEE 754 rounds once (sums, products, quotients, roots), so the result has the same
 bits however a piece is cut into chunks of whole blocks, on any number of threads. The reference makes some fifty passes
 over a chunk. On a CPU one loop of ``adamw8bit.cpp`` (`zeroshard.kernels.cpu_loops`) does the same operations in one
-pass, for all pieces of a call.
+pass, for all pieces of a call, and on a GPU one Triton kernel (`zeroshard.kernels.adamw8bit_kernels`).
 
 With ``correction`` a parameter is in bf16 and 8 further bits of it are in a state: `joined` makes the fp32 value of
 both, `split` rounds to 24 bits and makes the two of it. 2 + 1 bytes do the work of fp32 master weights.
@@ -26,17 +26,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from math import sqrt
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zeroshard.kernels import cpu_loops
-from zeroshard.kernels.adamw import AdamWOptions
-from zeroshard.kernels.dispatch import Choice, asked_for, choose
+from zeroshard.kernels.adamw import SERVED, AdamWOptions
+from zeroshard.kernels.adamw8bit_kernels import KNEE, launch
+from zeroshard.kernels.cpu_loops import PLAIN
+from zeroshard.kernels.dispatch import Backend, Choice, asked_for, choose
+from zeroshard.kernels.launch import device_of
 
-KNEE = 0.0625  # K of the companding function
 _TINY = 2.0**-126  # the smallest normal fp32: scales are at least as large, so that no quotient is 0 / 0
 _SIGNED = 127 * (1 + KNEE)
 _UNSIGNED = 256 * (1 + KNEE)
@@ -166,12 +168,7 @@ def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: Adam
     encode_unsigned(r, states.r, states.r_scales, scratch)
 
 
-def in_one_pass(device_type: str) -> bool:
-    """Whether an update there allocates nothing, for it is one loop or kernel; as far as this machine can tell."""
-    return device_type == "cpu" and cpu_loops.loop(LOOP) is not None
-
-
-# ------------------------------------------------------------------------------------------------- loop of a CPU
+# ---------------------------------------------------------------------------------------------------- launchers
 
 LOOP = "adamw8bit"
 _KINDS = {  # dtypes of parameter and gradient, as the loop numbers them; others are left to the reference
@@ -183,46 +180,48 @@ _KINDS = {  # dtypes of parameter and gradient, as the loop numbers them; others
 NUMEL_OF_THREAD = 65536  # elements for which another thread is worth its start
 
 
-def _served(param: Tensor, grad: Tensor, states: Codes) -> bool:
-    tensors = (param, grad, *(state for state in states if state is not None))
-    return (param.dtype, grad.dtype) in _KINDS and cpu_loops.has_memory(tensors)
+class _Piece(NamedTuple):
+    param: Tensor
+    grad: Tensor
+    codes: Codes
+    step: int
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """As loop and kernel take them."""
+        return [self.param, self.grad, *self.codes]
+
+    def numbers(self, options: AdamWOptions) -> tuple[float, ...]:
+        """Return beta1, 1 - beta1, beta2, 1 - beta2, eps, step size and decay, as `_update` computes them."""
+        beta1, beta2 = options.beta1, options.beta2
+        root = sqrt(1 - beta2**self.step)
+        size, decay = options.lr * root / (1 - beta1**self.step), 1 - options.lr * options.weight_decay
+        return beta1, 1 - beta1, beta2, 1 - beta2, options.eps * root, size, decay
 
 
-def _loop(
-    library: ctypes.CDLL,
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[Codes],
-    steps: list[int],
-    options: AdamWOptions,
-    block: int,
-) -> None:
-    grads = [grad.contiguous() for grad in grads]
+def _numbers(pieces: Sequence[_Piece], options: AdamWOptions) -> np.ndarray:
+    return np.array([piece.numbers(options) for piece in pieces], dtype=np.float32)  # [pieces, 7]
+
+
+def _loop(library: ctypes.CDLL, pieces: Sequence[_Piece], options: AdamWOptions, block: int) -> None:
     rows = [
-        (
-            *(0 if tensor is None else tensor.data_ptr() for tensor in (param, grad, *codes)),
-            *(param.numel(), block, _KINDS[param.dtype, grad.dtype]),
-        )
-        for param, grad, codes in zip(params, grads, states, strict=True)
+        [0 if tensor is None else tensor.data_ptr() for tensor in piece.tensors]
+        + [piece.param.numel(), block, _KINDS[piece.param.dtype, piece.grad.dtype]]
+        for piece in pieces
     ]
-    table = np.array(rows, dtype=np.int64)
-    numbers = np.array([_numbers(step, options) for step in steps], dtype=np.float32)
-    num_threads = min(torch.get_num_threads(), 1 + sum(param.numel() for param in params) // NUMEL_OF_THREAD)
+    table, numbers = np.array(rows, dtype=np.int64), _numbers(pieces, options)
+    num_threads = min(torch.get_num_threads(), 1 + sum(piece.param.numel() for piece in pieces) // NUMEL_OF_THREAD)
     library.zeroshard_adamw8bit(
         ctypes.c_void_p(table.ctypes.data),
         ctypes.c_void_p(numbers.ctypes.data),
         ctypes.c_int64(len(rows)),
         ctypes.c_int64(num_threads),
     )
-    torch.autograd.graph.increment_version(params)  # as PyTorch's operations do
 
 
-def _numbers(step: int, options: AdamWOptions) -> tuple[float, ...]:
-    """Return beta1, 1 - beta1, beta2, 1 - beta2, eps, step size and decay, as `_update` computes them."""
-    beta1, beta2 = options.beta1, options.beta2
-    root = sqrt(1 - beta2**step)
-    size, decay = options.lr * root / (1 - beta1**step), 1 - options.lr * options.weight_decay
-    return beta1, 1 - beta1, beta2, 1 - beta2, options.eps * root, size, decay
+def in_one_pass(device_type: str) -> bool:
+    """Whether an update there allocates nothing, for it is a loop or kernel; Triton comes with torch for GPUs."""
+    return device_type == "cuda" or (device_type == "cpu" and cpu_loops.loop(LOOP) is not None)
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -241,29 +240,43 @@ def adamw8bit(
     """Update ``params`` and their ``states`` in place, all in one call of a loop or kernel where there is one.
 
     Args:
-        params: pieces, contiguous, floating; they are computed in fp32. With ``correction`` one is bf16.
-        grads: one for each piece, its shape, any floating dtype.
+        params: pieces, contiguous; fp32, bf16 or fp16, computed in fp32. With ``correction`` one is bf16.
+        grads: one for each piece, its shape, of the same dtypes.
         states: codes and scales of each piece.
         steps: t, the number of this update, from 1, of each piece.
         options: hyper-parameters.
-        block: elements of a block, counted from each piece's first element.
-        kernels: backend; see `zeroshard.kernels.use_kernels`. ``"reference"``: PyTorch's operations, on a CPU too.
+        block: elements of a block, counted from each piece's first element; a power of two.
+        kernels: backend; see `zeroshard.kernels.use_kernels`. ``"auto"`` is the loop on a CPU that has a compiler;
+            ``"reference"``: PyTorch's operations there too.
+
+    Raises:
+        ValueError: the backend that was requested by name is not available.
     """
-    rest = []
-    looped: tuple[list[Tensor], list[Tensor], list[Codes], list[int]] = ([], [], [], [])
-    may_loop = asked_for(kernels) == "auto"
-    for piece in zip(params, grads, states, steps, strict=True):
-        if may_loop and _served(*piece[:3]):
-            for column, each in zip(looped, piece, strict=True):
-                column.append(each)  # ty: ignore[invalid-argument-type] -- columns of other types
-        else:
-            rest.append(piece)
-    if looped[0]:
-        library = cpu_loops.loop(LOOP)
-        if library is None:
-            rest += zip(*looped, strict=True)
-        else:
-            _loop(library, *looped, options, block)
-    for param, grad, codes, step in rest:
-        choose("adamw8bit", param.device, kernels)
-        adamw8bit_reference(param, grad, codes, step, options, block)
+    together: dict[tuple[object, ...], list[_Piece]] = {}
+    for param, grad, codes, step in zip(params, grads, states, steps, strict=True):
+        piece = _Piece(param, grad.contiguous(), codes, step)
+        backend = _backend(piece, kernels)
+        kind = (param.device, param.dtype, grad.dtype, codes.correction is None) if backend == "triton" else ()
+        together.setdefault((backend, *kind), []).append(piece)
+    for (backend, *_), pieces in together.items():
+        if backend == "reference":
+            for piece in pieces:
+                adamw8bit_reference(*piece, options, block)
+            continue
+        if backend == "triton":
+            with device_of(pieces[0].param):
+                launch([piece.tensors for piece in pieces], _numbers(pieces, options), block)
+        elif (library := cpu_loops.loop(LOOP)) is not None:
+            _loop(library, pieces, options, block)
+        torch.autograd.graph.increment_version([piece.param for piece in pieces])  # as PyTorch's operations do
+
+
+def _backend(piece: _Piece, kernels: Choice | None) -> Backend | Literal["loop"]:
+    """Return the backend of a piece: the reference for tensors without memory and for dtypes that no other takes."""
+    dtypes = piece.param.dtype, piece.grad.dtype
+    is_plain = all(tensor is None or type(tensor) in PLAIN for tensor in piece.tensors)
+    if is_plain and piece.param.is_cpu and asked_for(kernels) == "auto":
+        return "loop" if dtypes in _KINDS and cpu_loops.loop(LOOP) is not None else "reference"
+    backend = choose("adamw8bit", piece.param.device, kernels)
+    has_memory = is_plain and piece.param.device.type in ("cpu", "cuda")
+    return backend if has_memory and all(dtype in SERVED for dtype in dtypes) else "reference"

@@ -5,7 +5,7 @@ one. Its text is a ``.cpp`` file beside its reference, which is its specificatio
 compiler the reference is used, and one line says so. Compiling takes less than a second; later processes load the file.
 
 A loop is called through `ctypes`, which releases the GIL, with addresses of tensors. It is no operation of torch's, so
-tensors without values, and those of subclasses, go to the reference: `has_memory`.
+tensors on the meta device, and those of subclasses, such as fake ones, go to the reference: `PLAIN`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -34,13 +34,8 @@ FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trap
 FLAGS = (*FLAGS, "-shared", "-fPIC", "-pthread")
 VECTORS = {"AVX2": ("-mavx2",), "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")}  # by torch's names
 LONGEST_S = 120  # that a compiler may take
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)  # classes of tensors that have an address
 _log = logging.getLogger("zeroshard.kernels")
-
-
-def has_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether all of the tensors are plain ones in this machine's memory, which have an address."""
-    return all(tensor.device.type == "cpu" and type(tensor) in _PLAIN for tensor in tensors)
 
 
 @cache
