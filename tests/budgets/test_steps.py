@@ -23,7 +23,7 @@ from zeroshard.lab.predict.step import Settings, step_of
 from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
-from zeroshard.optim import AdamW8bit
+from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.slab import room
 from zeroshard.state_formats.formats import FORMATS
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
@@ -72,10 +72,13 @@ OFFLOADS = {
     "gradients on disk": Offload("disk", "disk", "disk", path="set by the test"),
 }
 
+
+def _making(cls):
+    return lambda zero: [zero.optimizer(cls, [p for p in zero.model.parameters() if p.requires_grad], lr=1e-4)]
+
+
 MADE = {  # others are made by `dry_run` itself
-    "AdamW8bit": lambda zero: [
-        zero.optimizer(AdamW8bit, [param for param in zero.model.parameters() if param.requires_grad], lr=1e-4)
-    ],
+    **{cls.__name__: _making(cls) for cls in (AdamW8bit, FlashAdamW)},
     **{
         f"AdamW in {form}": lambda zero, form=form: [
             zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True, state_format=form)
@@ -206,6 +209,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_micro": (1, 2),
         "name": ("gpt2-demo",),
     },
+    "weights in bf16": {
+        "row": STAGED,
+        "world_size": (1, 4),
+        "optimizer": ("FlashAdamW",),
+        "precision": ("bf16", "bf16-reduced"),
+        "num_micro": (1, 2),
+        "offload": ("", "optimizer"),
+        "name": tuple(MODELS),
+    },
     "many ranks": {"row": STAGED, "world_size": (100,), "precision": ("bf16",), "name": ("gpt2-demo",)},
 }
 
@@ -220,12 +232,14 @@ def _settings():
             yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")
 
 
-def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False):
+def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False, narrow=False):
     recomputed, _, tiles = recomputed.removesuffix(" tiles").partition(" by ")
     recomputing = {"activation_checkpointing": recomputed, "tiles": tiles or "none"}
     overrides = {**MODELS[name], "n_layer": num_layers, **recomputing}
     model = build_model(name, vocab_size=61, seq_len=SEQ_LEN, overrides=overrides, lora=LORA.get(lora))
     model.eos_id = 0 if masked else None  # attention inside documents costs a mask, and what each block makes of it
+    for param in model.parameters() if narrow else ():
+        param.data = param.data.bfloat16()
     return model
 
 
@@ -241,6 +255,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
           masked=False, offload="", folder=None, optimizer="AdamW"):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
+    how["narrow"] = OPTIMIZER_STATES[optimizer].corrects
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
     shards = shard_size or world_size
     given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "reproducible": reproducible}

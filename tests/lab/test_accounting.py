@@ -56,6 +56,21 @@ def test_ten_bytes_a_parameter_with_8_bit_states():
     assert sum(found.values()) / numel == pytest.approx(10.03, abs=0.005)
 
 
+def test_seven_bytes_a_parameter_without_master_weights():
+    """Weights and gradients in bf16, 8 bits more of each weight, two moments: 2 + 2 + 1 + 2 (1 + 4 / 256)."""
+    numel, num_units = 75 * 10**6, 75
+    model = _Shapes(numel)
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    state = OPTIMIZER_STATES["FlashAdamW"]
+    found = state_bytes(buffers_of(model, 1, block=256), STAGES[0], 0, state, device_type="cuda")
+    num_blocks = num_units * 3907
+    assert found["params"] == found["grads"] == 2 * 256 * num_blocks
+    assert found["optimizer"] == 3 * numel + 8 * num_blocks + 4 * num_units
+    assert found["master"] == 0
+    assert sum(found.values()) / numel == pytest.approx(7.03, abs=0.005)
+
+
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_zero_paper_s_table_for_seven_and_a_half_billion_parameters_on_64_gpus(stage, gigabytes):
     """Rajbhandari et al. 2020, table 1 and figure 1, of 2 + 2 + 12 bytes.

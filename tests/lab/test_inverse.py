@@ -8,7 +8,13 @@ from zeroshard.lab.predict.hardware import Link
 
 @pytest.mark.parametrize(
     ("optimizer", "state_format", "mebibytes"),
-    [("adamw", "fp32", 6), ("adamw8bit", "fp32", 4), ("adamw", "int8", 4)],
+    [
+        ("adamw", "fp32", 6),
+        ("adamw8bit", "fp32", 4),
+        ("adamw", "int8", 4),
+        ("flashadamw", "fp32", 2),
+        ("muon8bit", "fp32", 3),
+    ],
 )
 def test_one_gpu_too_few_is_answered_with_how_many(optimizer, state_format, mebibytes):
     """Blocks of 8-bit states are padded on many GPUs: the answer fits even where the largest world does not."""

@@ -127,9 +127,25 @@ def test_a_run_with_states_in_another_format_is_held_to_their_bytes(tiny_config,
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
 
 
-@pytest.mark.parametrize(("num_ranks", "given"), IN_8_BITS.values(), ids=IN_8_BITS)
-def test_a_run_with_8_bit_states_is_held_to_their_bytes(tiny_config, num_ranks, given):
+NO_MASTERS = {  # weights are bfloat16: no averages, no local steps
+    "alone": (1, {"strategy": "zero1"}),
+    "several micro-batches": (2, {"strategy": "zero1", "grad_accum_steps": 2}),
+    "reproducible": (2, {"strategy": "zero3", "reproducible": 4, "grad_accum_steps": 2}),
+    "off the device": (2, {"strategy": "zero3", "offload": {"state": "all"}}),
+    "reduced in float32": (4, {"strategy": "zero2", "shard_size": 2, "reduce_dtype": "float32"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_ranks", "given"),
+    [
+        *(pytest.param("adamw8bit", *each, id=f"adamw8bit, {name}") for name, each in IN_8_BITS.items()),
+        *(pytest.param("flashadamw", *each, id=f"flashadamw, {name}") for name, each in NO_MASTERS.items()),
+    ],
+)
+def test_a_run_with_8_bit_states_is_held_to_their_bytes(tiny_config, optimizer, num_ranks, given):
     how = {"plan": {"enforce": True}, "eval_interval": 0, "max_steps": 3, "warmup_steps": 1}
-    config = tiny_config(optimizer="adamw8bit", **how, **given)
+    dtype = {"dtype": "bfloat16"} if optimizer == "flashadamw" else {}
+    config = tiny_config(optimizer=optimizer, **how, **dtype, **given)
     for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)

@@ -24,7 +24,7 @@ from zeroshard.optim.muon import MATRICES, MuonAdamW, multiplies_bfloat16, take_
 from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
 
 _STATES = frozenset({"momentum_buffer_codes", "momentum_buffer_scales"})
-_WHOLE = OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,))
+_WHOLE = OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,), by_unit=True)
 
 
 class Muon8bit(Optimizer):
@@ -117,7 +117,9 @@ class MuonAdamW8bit(MuonAdamW):
     def zero_reach(settings: Mapping[str, Any]) -> OptimizerKind:
         """Matrices must be whole, and blocks of all others."""
         block = settings.get("block", 256)
-        in_blocks = OptimizerKind(Reach.BLOCK_WISE, f"it keeps 8-bit states in blocks of {block}", ALL_NDIMS, block)
+        in_blocks = OptimizerKind(
+            Reach.BLOCK_WISE, f"it keeps 8-bit states in blocks of {block}", ALL_NDIMS, block, by_unit=True
+        )
         return _WHOLE if settings.get(MATRICES) else in_blocks
 
     def __init__(

@@ -39,6 +39,7 @@ from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
 from zeroshard.optimizer_classes.kept_states import ParamFacts, require_kept
+from zeroshard.optimizer_classes.saved_states import may_need_conversion
 from zeroshard.sharded_optimizer.acceptance import (
     PER_RANK,
     check_class,
@@ -48,7 +49,6 @@ from zeroshard.sharded_optimizer.acceptance import (
     describe,
 )
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
-from zeroshard.state_conversion import state_dict_as_kept
 from zeroshard.torch_internals import hooks_of
 from zeroshard.zero.offload.settings import Offload
 
@@ -446,8 +446,10 @@ class ShardedOptimizer(Optimizer):
             n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device, True, block, kept_as)
             for n, p in numbered
         }
-        state_dict = state_dict_as_kept(make, self.param_groups, state_dict, facts)
-        saved_groups = state_dict["param_groups"]
+        if any(may_need_conversion(make, state) for state in state_dict["state"].values()):
+            as_kept = loaded("zeroshard.state_conversion", "state_dict_as_kept")  # by its address: it imports kernels
+            state_dict = as_kept(make, self.param_groups, state_dict, facts)
+            saved_groups = state_dict["param_groups"]
         named = {f"parameter {number}": state for number, state in state_dict["state"].items()}
         in_groups = [[facts[number] for number in saved["params"]] for saved in saved_groups]
         require_kept(make, self.param_groups, saved_groups, in_groups, named)

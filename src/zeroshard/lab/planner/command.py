@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from zeroshard.lab.predict.memory import on_disk
 from zeroshard.lab.predict.step import Step
 from zeroshard.lab.predict.workload import DTYPES
 from zeroshard.models import LanguageModel
-from zeroshard.optim import AdamW8bit
+from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.state_formats.formats import FORMATS
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.train.setup.auto import num_free_bytes
@@ -215,7 +215,7 @@ def compare(config: PlanConfig, planner: Planner, row: Row) -> dict[str, Any]:
 
     Memory and collectives are predicted for that device. Time is only measured, because the plan's is for another one.
     """
-    runs: dict[str, Any] = {"AdamW": None, "AdamW8bit": _adamw8bit}
+    runs: dict[str, Any] = {"AdamW": None, **{cls.__name__: _making(cls) for cls in (AdamW8bit, FlashAdamW)}}
     runs |= {f"AdamW in {form}": partial(_adamw_in, form) for form in FORMATS}
     if planner.workload.optimizer not in runs:
         what = f"it runs AdamW or AdamW8bit, and optimizer is {config.optimizer}"
@@ -276,8 +276,8 @@ def _scratch(offload: Offload | None, folder: str) -> Generator[Offload | None]:
         yield replace(offload, path=path)
 
 
-def _adamw8bit(zero: Zero) -> list[torch.optim.Optimizer]:
-    return [zero.optimizer(AdamW8bit, [param for param in zero.model.parameters() if param.requires_grad], lr=1e-4)]
+def _making(cls: type[torch.optim.Optimizer]) -> Callable[[Zero], list[torch.optim.Optimizer]]:
+    return lambda zero: [zero.optimizer(cls, [p for p in zero.model.parameters() if p.requires_grad], lr=1e-4)]
 
 
 def _adamw_in(form: str, zero: Zero) -> list[torch.optim.Optimizer]:

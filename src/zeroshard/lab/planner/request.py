@@ -17,6 +17,7 @@ from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.float8 import require_float8
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
@@ -195,8 +196,13 @@ class Request:
     def workload(self, model: str | nn.Module) -> Workload:
         """The training job of ``model``, a preset's name or a module."""
         precision, autocast = self.precision()
+        optimizer, share = known_optimizer(self.optimizer), self.sequence_parallel
         if isinstance(model, str):
-            how: dict[str, Any] = {"kernels": self.who_computes, "document_mask": self.document_mask}
+            narrow = OPTIMIZER_STATES[optimizer].corrects
+            if narrow and (self.autocast or self.dtype != "bfloat16"):
+                what = f"{self.dtype}{' by autocast' * self.autocast}, and weights of {optimizer} are bfloat16"
+                raise UserError("dtype", what, "use bfloat16, without autocast, or optimizer adamw8bit")
+            how: dict[str, Any] = {"kernels": self.who_computes, "document_mask": self.document_mask, "narrow": narrow}
             built, seq_len = preset(model, self.overrides, seq_len=self.seq_len, lora=self.lora, **how)
             units, inputs = built.units, tokens_and_targets(seq_len // self.sequence_parallel)
             name, ours, kernels = model, True, self.who_computes
@@ -218,7 +224,6 @@ class Request:
                 what = f"a {name} is no language model of ours"
                 todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"
                 raise UserError("inputs", what, todo)
-        optimizer, share = known_optimizer(self.optimizer, self.state_format), self.sequence_parallel
         if share > 1:
             _require_shared(built, share, seq_len)
         how = {"ours": ours, "autocast": autocast, "sequence_parallel": share}

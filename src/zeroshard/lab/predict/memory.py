@@ -29,6 +29,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.state_formats.formats import FORMATS, STATES, StateFormat
@@ -67,6 +69,7 @@ class OptimizerState:
         by_unit: whether the engine runs the class's step unit by unit if it copies gradients to another dtype: it does
             that for classes of `torch.optim`, and for those that declare that it may. Others are shown copies of all
             gradients at once.
+        corrects: whether a master in bfloat16 has a byte more of each element, without scales.
     """
 
     num_per_element: int
@@ -76,11 +79,17 @@ class OptimizerState:
     block: int = 1
     by_unit: bool = True
     num_widened: int = 0
+    corrects: bool = False
 
     def num_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Bytes of state, without scalars, for a parameter or piece of ``shape`` whose master has ``itemsize``."""
         num_blocks = -(-math.prod(shape) // self.block) if self.block > 1 else 0
-        return self.numel(shape) * (self.itemsize or itemsize) + self.num_per_element * num_blocks * SCALE_BYTES
+        kept = self.numel(shape) * (self.itemsize or itemsize) + self.num_per_element * num_blocks * SCALE_BYTES
+        return kept + math.prod(shape) * self.correction_bytes(itemsize)
+
+    def correction_bytes(self, itemsize: int) -> int:
+        """Bytes of each element's further bits, if its master of ``itemsize`` is in bfloat16."""
+        return int(self.corrects and itemsize == torch.bfloat16.itemsize)
 
     def chunk_bytes(self, numel: int, itemsize: int, device_type: str) -> int:
         """Bytes that an update of a piece of ``numel`` elements allocates at a time; ``itemsize``: of its
@@ -92,7 +101,7 @@ class OptimizerState:
         """
         if self.block == 1 or in_one_pass(device_type):
             return 0
-        num_wide = self.num_per_element + (3 if itemsize >= WIDE_BYTES else 4)
+        num_wide = self.num_per_element + (3 if itemsize >= WIDE_BYTES else 4) + self.correction_bytes(itemsize)
         chunk = min(numel, chunk_numel(device_type))
         chunk = chunk // self.block * self.block or chunk  # a shorter block at the end has a turn of its own
         return num_wide * WIDE_BYTES * chunk
@@ -100,7 +109,7 @@ class OptimizerState:
     def bytes_per_element(self, itemsize: int) -> float:
         """Bytes of state for each element of a large parameter whose master has ``itemsize``."""
         scales = SCALE_BYTES / self.block if self.block > 1 else 0.0
-        return self.num_per_element * ((self.itemsize or itemsize) + scales)
+        return self.num_per_element * ((self.itemsize or itemsize) + scales) + self.correction_bytes(itemsize)
 
     def step_bytes(self, itemsize: int) -> float:
         """Bytes of state that a step reads and writes for each element; those that are widened it passes once more."""
@@ -126,6 +135,8 @@ class OptimizerState:
 OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "AdamW": OptimizerState(2, 1),
     "AdamW8bit": OptimizerState(2, 1, itemsize=1, block=256),  # `zeroshard.optim.AdamW8bit`
+    # `zeroshard.optim.FlashAdamW`
+    "FlashAdamW": OptimizerState(2, 1, itemsize=1, block=256, corrects=True),
     "Adam": OptimizerState(2, 1),
     "Adamax": OptimizerState(2, 1),
     "NAdam": OptimizerState(2, 2),
@@ -136,6 +147,7 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "SGD": OptimizerState(0),
     "SGD with momentum": OptimizerState(1),
     "Muon": OptimizerState(1),
+    "Muon8bit": OptimizerState(1, itemsize=1, block=256),  # `zeroshard.optim.Muon8bit`
     "Adafactor": OptimizerState(1, 1, factored=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1, by_unit=False),

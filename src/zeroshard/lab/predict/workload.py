@@ -23,7 +23,11 @@ from zeroshard.train.config.validate import nearest
 from zeroshard.zero import MixedPrecision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WHOLE = {"Muon": "matrices", "Adafactor": "all"}  # optimizers that need tensors unsplit, and of which parameters
+WHOLE = {
+    "Muon": "matrices",
+    "Muon8bit": "matrices",
+    "Adafactor": "all",
+}  # optimizers that need tensors unsplit, and of which parameters
 
 
 @dataclass
@@ -96,7 +100,8 @@ class Workload:
     def states(self) -> tuple[OptimizerState, OptimizerState | None]:
         """The states of the optimizer, and of a second one for unsplit tensors or None: AdamW and Muon, say."""
         found = OPTIMIZER_STATES[self.optimizer]
-        return (OPTIMIZER_STATES["AdamW"], found) if self.optimizer in WHOLE else (found, None)
+        beside = OPTIMIZER_STATES["AdamW8bit" if found.block > 1 else "AdamW"]
+        return (beside, found) if self.optimizer in WHOLE else (found, None)
 
     @property
     def num_bytes_of_states(self) -> float:
@@ -180,6 +185,7 @@ class Workload:
             kernels=self.kernels,
             document_mask=self.model.eos_id is not None,
             lora=self.model.lora if lora is None else lora,
+            narrow=OPTIMIZER_STATES[self.optimizer].corrects,
         )
         rows = tokens_and_targets(length // self.sequence_parallel)
         return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
@@ -193,6 +199,7 @@ def preset(
     kernels: Choice,
     document_mask: bool,
     lora: Lora | None,
+    narrow: bool = False,
 ) -> tuple[LanguageModel, int]:
     """The model of a preset with some fields changed, without values, and the tokens of its rows.
 
@@ -201,6 +208,7 @@ def preset(
         seq_len: tokens of a row; None: the longest that the preset is made for.
         document_mask: whether attention stays inside a document.
         lora: the adapters; with them, nothing else is trained.
+        narrow: whether weights are in bfloat16, for an optimizer that needs no wider ones.
 
     Raises:
         UserError: there is no such preset or field, or the values contradict each other.
@@ -211,6 +219,8 @@ def preset(
         config = model_config(name, overrides={**overrides, "seq_len": length})
     with torch.device("meta"):
         model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
+    for param in model.parameters() if narrow else ():
+        param.data = param.data.to(torch.bfloat16)
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
     return model, length

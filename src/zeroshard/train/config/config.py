@@ -25,6 +25,7 @@ from zeroshard.sizes import parse_nnodes
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
+from zeroshard.train.config.optimizer_settings import OF_MATRICES, OptimizerName, check_optimizer
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
     SHORTHANDS,
@@ -141,17 +142,18 @@ class TrainConfig(Config):
     )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = Field(
+    optimizer: OptimizerName = Field(
         "adamw",
-        description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. muon: "
-        "of the blocks' matrices, and AdamW for the rest.",
+        description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. "
+        "flashadamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
+        "matrices, and AdamW for the rest. muon8bit: both with states of 8 bits.",
     )
     state_format: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",
         description="How adamw keeps its states between steps: 8, 4 or 2.03 bytes a parameter, decoded for each step. "
         "bf16, int8: rounded at random, for zeroshard's stages.",
     )
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of its mean gradient.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon, muon8bit: decay of the mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(
         1e-3,
@@ -324,25 +326,13 @@ class TrainConfig(Config):
             todo = "leave it out, or use --strategy zero3"
             rules.check_second_copy("node_copy", self.node_copy, self.strategy, **uses, todo=todo)
         self._strategy_has_them()
-        if self.lora.rank and self.optimizer == "muon":
-            what = f"{self.optimizer} is made for whole matrices, and lora.rank = {self.lora.rank} trains narrow ones"
-            raise UserError("optimizer", what, "use adamw")
+        check_optimizer(self)
         for name in ("keep_best", "early_stop"):
             if getattr(self, name) and not self.eval_interval:
                 raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
         if self.keep_every and (not self.keep_checkpoints or self.keep_checkpoints < 0 <= self.checkpoint_interval):
             what = f"{self.keep_every} has no effect, because keep_checkpoints = 0 keeps all checkpoints"
             raise UserError("keep_every", what, "set keep_checkpoints to the number of newest checkpoints to keep")
-        if self.plan.enforce and self.optimizer == "muon":
-            what = "muon needs unsharded matrices, which no plan predicts"
-            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw")
-        if self.state_format != "fp32" and self.optimizer != "adamw":
-            what = f"{self.state_format} is for states of torch's AdamW, and optimizer is {self.optimizer}"
-            raise UserError("state_format", what, "leave it out, or use --optimizer adamw")
-        narrow = "adamw8bit's" if self.optimizer == "adamw8bit" else self.state_format
-        if self.plan.enforce and self.offload.on_disk and narrow != "fp32":
-            what = f"no plan predicts a file of {narrow} states"
-            raise UserError("plan.enforce", what, "leave it out, or use --optimizer adamw with states in fp32")
         if not self.overlap and strategy.over_torch:
             what = f"{self.strategy} communicates by torch.distributed, which decides itself what overlaps"
             raise UserError("overlap", what, "leave it out, or use another strategy")
@@ -365,7 +355,7 @@ class TrainConfig(Config):
         rows.append(("reshard_after_forward", not self.reshard_after_forward, "frees_weights", what))
         what = f"fp8 is for our engine's stages, and {name} is not one"
         rows.append(("dtype", self.dtype == "fp8", "planned", what))
-        needs = "blocks of parameters" if self.optimizer == "adamw8bit" else "matrices"
+        needs = "matrices" if self.optimizer in OF_MATRICES else "blocks of parameters"
         what = f"{self.optimizer} needs unsharded {needs}, and {name} shards them or cannot have its param groups"
         rows.append(("optimizer", self.optimizer != "adamw", "our_optimizers", what))
         what = f"{name} does not run its optimizer unit by unit, for which states are decoded"

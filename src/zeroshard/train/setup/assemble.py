@@ -30,11 +30,12 @@ from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.float8 import float8_layers, use_float8
 from zeroshard.models.presets import model_config
-from zeroshard.optim import AdamW8bit, MuonAdamW, decay_groups, muon_groups
+from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
 from zeroshard.train.config.offload_settings import OffloadConfig
+from zeroshard.train.config.optimizer_settings import IN_8_BITS, OF_MATRICES, WEIGHTS_IN_BF16
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_blocks
@@ -43,6 +44,13 @@ from zeroshard.zero.core.strategy import SHARD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16
+
+
+def take_dtype_of_weights(config: TrainConfig, model: nn.Module) -> None:
+    """Make the weights of a model on the meta device bfloat16 if the run keeps them so, without fp32 masters."""
+    if config.optimizer in WEIGHTS_IN_BF16 and config.dtype == "bfloat16":
+        for param in model.parameters():
+            param.data = param.data.to(torch.bfloat16)
 
 
 def check_model(config: TrainConfig) -> None:
@@ -166,6 +174,7 @@ def sharded(
         raise UserError("model.vocab_size", what, "use tokens made for this model, or 0 for a vocabulary of their size")
     from_meta = strategy_entry(config.strategy).from_meta
     model = make_model(config, vocab_size, "meta")
+    take_dtype_of_weights(config, model)
     if draw:
         model.check_initial_values()
     place_buffers(model, device)
@@ -210,7 +219,7 @@ def sharded(
 
 def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module) -> list[dict[str, Any]]:
     """The optimizer's param groups for ``module``, which contains ``blocks`` and may be the model in a wrapper."""
-    if config.optimizer != "muon":
+    if config.optimizer not in OF_MATRICES:
         return decay_groups(module.named_parameters(), config.weight_decay)
     wanted = {id(block) for block in blocks}
     names = [name for name, each in module.named_modules() if id(each) in wanted]
@@ -272,8 +281,10 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
-    if config.optimizer == "adamw8bit":
-        return AdamW8bit, kwargs
+    if config.optimizer == "muon8bit":
+        return MuonAdamW8bit, {**kwargs, "momentum": config.momentum}
+    if config.optimizer in IN_8_BITS:
+        return {"adamw8bit": AdamW8bit, "flashadamw": FlashAdamW}[config.optimizer], kwargs
     kept = {} if config.state_format == "fp32" else {"state_format": config.state_format}  # an argument of `Zero`
     return torch.optim.AdamW, {**kwargs, "fused": config.fused, **kept}
 
@@ -281,5 +292,5 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
 def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:
     """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
     served = describe(device, config.kernels, model.operations)
-    adamw = "torch fused" if config.fused and config.optimizer != "adamw8bit" else "torch"
-    return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), "AdamW": adamw}
+    adamw = "torch fused" if config.fused and config.optimizer not in IN_8_BITS else "torch"
+    return {**served, **({"Muon": "torch"} if config.optimizer in OF_MATRICES else {}), "AdamW": adamw}

@@ -27,6 +27,7 @@ from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
 from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, offload, reduce_dtype, wire
@@ -35,7 +36,8 @@ from zeroshard.zero import STAGES
 HIGHEST_STAGE = 3
 HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 GIB = 2**30
-PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}  # the trainer's optimizers that plans know, by their names there
+# the trainer's optimizers that plans know, by their names there
+PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "flashadamw": "FlashAdamW"}
 
 
 def automatic_stage(
@@ -137,7 +139,7 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
-    narrow = config.optimizer == "adamw8bit" or config.state_format != "fp32"
+    narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
     if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
         return None
     return Contract(predict(job_of(config, entry.stage, model, comm, device, grad_accum_steps)), config.plan.enforce)
@@ -152,7 +154,7 @@ def job_of(
     grad_accum_steps: int,
 ) -> Job:
     """Return what a planner needs to know about this rank's part of a run at ``stage``."""
-    fp32 = config.state_format == "fp32"
+    fp32, other = config.state_format == "fp32", "AdamW8bit" if config.optimizer in IN_8_BITS else "AdamW"
     return Job(
         model=model,
         row=replace(
@@ -182,5 +184,5 @@ def job_of(
         reproducible=config.reproducible * config.sequence_parallel or None,
         sequence_parallel=config.sequence_parallel,
         offload=offload(config, stage),
-        optimizer=PLANNED.get(config.optimizer, "AdamW") + ("" if fp32 else f" in {config.state_format}"),
+        optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
     )

@@ -54,6 +54,7 @@ from zeroshard.train.setup.assemble import (
     separating_id,
     serving,
     sharded,
+    take_dtype_of_weights,
 )
 from zeroshard.train.setup.auto import automatic_stage, contract_of
 from zeroshard.train.setup.corpus import open_corpus
@@ -354,6 +355,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
 def _shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
     """The model of a run on the meta device, to plan with and to count its parameters."""
     model = make_model(config, vocab_size, "meta")
+    take_dtype_of_weights(config, model)
     # Packed rows have an attention mask too, so any id stands for it.
     model.eos_id = 0 if eos_id is None and attention_boundary_setting(config) else eos_id
     return model

@@ -9,6 +9,7 @@ from zeroshard.launch import environment
 from zeroshard.models.float8 import require_float8
 from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
 
 _WITH_TF32 = (8, 0)  # lowest compute capability with TF32: Ampere
 
@@ -38,8 +39,13 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Return ``config`` with the dtype ``auto`` replaced: bfloat16 if ``device`` has hardware for it, else float32."""
+    """Return ``config`` with the dtype ``auto`` replaced: that of the weights if the optimizer decides it.
+
+    Else it is bfloat16 if ``device`` has hardware for it, and float32 if not.
+    """
     if config.dtype != "auto":
         return config
+    if config.optimizer in WEIGHTS_IN_BF16:
+        return config.resolved(dtype="bfloat16")
     has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return config.resolved(dtype="bfloat16" if has_bfloat16 else "float32")

@@ -20,6 +20,7 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
 from zeroshard.train.config.named_code import names_code
+from zeroshard.train.config.optimizer_settings import same_rule
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.train.records.trackers import forget_run
@@ -94,7 +95,7 @@ def check_changes(
         elsewhere = key.startswith(("model.", "data.", "profile.", "plan.", "link.")) and key != "data.document_mask"
         if key in FREE or elsewhere or key not in now or now[key] == value:
             continue
-        if key in REFUSED:
+        if key in REFUSED and not (key == "optimizer" and same_rule(value, now[key])):
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")
         lines.append(f"{key} was {value}, now it is {now[key]}")
     lines += _other_rate(saved, config)

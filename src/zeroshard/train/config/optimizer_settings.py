@@ -1,0 +1,52 @@
+"""The trainer's optimizers: what each of them excludes, and from which others' checkpoints a run may go on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from zeroshard.errors import UserError
+
+if TYPE_CHECKING:
+    from zeroshard.train.config.config import TrainConfig
+
+OptimizerName = Literal["adamw", "adamw8bit", "flashadamw", "muon", "muon8bit"]
+IN_8_BITS = frozenset({"adamw8bit", "flashadamw", "muon8bit"})
+OF_MATRICES = frozenset({"muon", "muon8bit"})
+WEIGHTS_IN_BF16 = frozenset({"flashadamw"})
+
+
+def same_rule(one: str, other: str) -> bool:
+    """Whether two optimizers update by the same rule, so that states of one can be converted to those of the other."""
+    return (one in OF_MATRICES) == (other in OF_MATRICES)
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Raise UserError if another setting contradicts the optimizer."""
+    name, without = config.optimizer, "leave it out, or use --optimizer adamw"
+    if name in OF_MATRICES and config.lora.rank:
+        what = f"{name} is made for whole matrices, and lora.rank = {config.lora.rank} trains narrow ones"
+        raise UserError("optimizer", what, "use adamw" if name == "muon" else "use adamw8bit")
+    if name in OF_MATRICES and config.plan.enforce:
+        raise UserError("plan.enforce", f"{name} needs unsharded matrices, which no plan predicts", without)
+    if config.state_format != "fp32" and name != "adamw":
+        what = f"{config.state_format} is for states of torch's AdamW, and optimizer is {name}"
+        raise UserError("state_format", what, without)
+    narrow = f"{name}'s" if name in IN_8_BITS else config.state_format
+    if config.plan.enforce and config.offload.on_disk and narrow != "fp32":
+        what = f"no plan predicts a file of {narrow} states"
+        raise UserError("plan.enforce", what, f"{without} with states in fp32")
+    if name in WEIGHTS_IN_BF16:
+        _check_weights_in_bf16(config)
+
+
+def _check_weights_in_bf16(config: TrainConfig) -> None:
+    name, instead = config.optimizer, "or use --optimizer adamw8bit"
+    if config.dtype not in ("auto", "bfloat16"):
+        what = f"{config.dtype}, and weights of {name} are bfloat16"
+        raise UserError("dtype", what, f"leave it out, {instead}")
+    if config.ema_decay:
+        what = f"{name} keeps weights in bfloat16, and an average of such weights would hardly move"
+        raise UserError("ema_decay", what, f"leave it out, {instead}")
+    if config.local_steps.on:
+        what = f"{name} keeps a part of each weight in its states, which outer steps do not average"
+        raise UserError("local_steps.every", what, f"leave it out, {instead}")

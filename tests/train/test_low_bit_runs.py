@@ -1,0 +1,79 @@
+"""Runs of the trainer whose optimizer keeps 8-bit states: the same bits on any ranks, and other optimizers later."""
+
+import hashlib
+
+import pytest
+import torch
+
+from zeroshard import checkpoint
+from zeroshard.comm import run_threads
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.kernels.adamw8bit import joined
+from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.build import build_run
+
+DTYPES = {"adamw8bit": "float32", "flashadamw": "bfloat16", "muon8bit": "float32", "adamw": "float32"}
+
+
+def run(config, num_ranks):
+    """Run to the end; returns what the last checkpoint has."""
+
+    def on_rank(comm):
+        built = build_run(config, comm, torch.device("cpu"))
+        try:
+            assert train(built) == ExitStatus.OK
+        finally:
+            built.close()
+
+    run_threads(on_rank, num_ranks)
+    return checkpoint.consolidate(checkpoint.latest(f"{config.out}/checkpoints"))
+
+
+def digest(saved):
+    """One sha256 of weights and states."""
+    found = hashlib.sha256()
+    states = {f"{name}/{kind}": value for name, s in saved["optimizer"]["state"].items() for kind, value in s.items()}
+    for name, value in sorted({**saved["model"], **states}.items()):
+        found.update(name.encode())
+        found.update(torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "flashadamw", "muon8bit"])
+def test_a_reproducible_run_has_one_sha256_at_each_stage_and_number_of_ranks(tiny_config, tmp_path, optimizer):
+    given = {"optimizer": optimizer, "dtype": DTYPES[optimizer], "reproducible": 8, "max_steps": 3, "eval_interval": 0}
+    found = {}
+    for num_ranks, stage in ((1, 0), (1, 3), (2, 1), (2, 2), (4, 3), (8, 0), (8, 2), (8, 3)):
+        out = str(tmp_path / f"{num_ranks}-{stage}")
+        found[num_ranks, stage] = digest(run(tiny_config(strategy=f"zero{stage}", out=out, **given), num_ranks))
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("adamw", "adamw8bit"), ("adamw8bit", "flashadamw"), ("flashadamw", "adamw")]
+)
+def test_a_run_goes_on_with_another_of_these_optimizers(tiny_config, capsys, caplog, before, after):
+    how = {"checkpoint_interval": 2, "eval_interval": 0, "decay_steps": 4}
+    first = run(tiny_config(optimizer=before, dtype=DTYPES[before], strategy="zero3", max_steps=2, **how), 4)
+    capsys.readouterr()
+    given = {"optimizer": after, "dtype": DTYPES[after], "strategy": "zero1", "resume": "auto", "max_steps": 4}
+    second = run(tiny_config(**given, **how), 2)
+    said = capsys.readouterr().err.splitlines()
+    assert f"resume: optimizer was {before}, now it is {after}" in said
+    assert [line.partition(": ")[0] for line in caplog.messages] == ["load"]
+    keeps = {"adamw": 3, "adamw8bit": 5, "flashadamw": 6}
+    for name, state in second["optimizer"]["state"].items():
+        assert len(state) == keeps[after]
+        assert int(state["step"]) == 4
+        assert second["model"][name].dtype == getattr(torch, DTYPES[after])
+        weight, earlier = second["model"][name].float(), first["model"][name].float()
+        assert 0 < (weight - earlier).abs().max() < 0.05  # two steps of warm-up
+    if before == "flashadamw":
+        name, state = next(iter(first["optimizer"]["state"].items()))
+        assert not torch.equal(joined(first["model"][name], state["correction"]), first["model"][name].float())
+
+
+def test_a_run_does_not_go_on_with_another_rule(tiny_config):
+    run(tiny_config(optimizer="muon8bit", max_steps=2, eval_interval=0, decay_steps=4), 1)
+    with pytest.raises(UserError, match="optimizer: the checkpoint was saved with muon8bit, now it is adamw8bit"):
+        run(tiny_config(optimizer="adamw8bit", resume="auto", max_steps=4, eval_interval=0, decay_steps=4), 1)
