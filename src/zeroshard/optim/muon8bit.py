@@ -21,7 +21,7 @@ from torch.optim import Muon, Optimizer
 from zeroshard.kernels import state_codes
 from zeroshard.optim.low_bit import ADAMW_STATES, AdamW8bit, check_block, load_codes
 from zeroshard.optim.muon import MATRICES, MuonAdamW, multiplies_bfloat16, take_update
-from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
+from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
 
 _STATES = frozenset({"momentum_buffer_codes", "momentum_buffer_scales"})
 _WHOLE = OptimizerKind(Reach.PER_TENSOR, "it orthogonalises the updates of matrices", (2,), by_unit=True)
@@ -116,11 +116,7 @@ class MuonAdamW8bit(MuonAdamW):
     @staticmethod
     def zero_reach(settings: Mapping[str, Any]) -> OptimizerKind:
         """Matrices must be whole, and blocks of all others."""
-        block = settings.get("block", 256)
-        in_blocks = OptimizerKind(
-            Reach.BLOCK_WISE, f"it keeps 8-bit states in blocks of {block}", ALL_NDIMS, block, by_unit=True
-        )
-        return _WHOLE if settings.get(MATRICES) else in_blocks
+        return _WHOLE if settings.get(MATRICES) else AdamW8bit.zero_reach(settings)
 
     def __init__(
         self,
