@@ -31,3 +31,12 @@ def test_sharded_optimizer_has_the_bits_of_the_unsharded_one():
     whole = 2 * 4 * (2 * 64 * 256 + 256 + 64) + 4 * 4  # two states of each weight, and a step counter of each of four
     assert sorted(held) == [[0, held[0][1], whole], [1, whole - held[0][1], whole]]
     assert lines[-1] == "Weights and state have the bits of the unsharded run."
+
+
+def test_long_sequences_have_the_losses_of_one_process():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = _run(*launcher, EXAMPLES / "long_sequences.py")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(rows) == 3
+    assert all(abs(float(shared) - float(alone)) <= 2e-5 for _, _, _, shared, _, alone in rows)

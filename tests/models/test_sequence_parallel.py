@@ -158,15 +158,18 @@ def test_ranks_get_neighbouring_parts_and_gather_them_again():
     assert [each[1:] for each in found] == [(True, 0), (True, 3)] * 2
 
 
-def test_a_mean_over_all_targets_is_the_mean_of_the_ranks_shares():
-    losses, targets = torch.arange(8.0).view(1, 8), torch.tensor([[IGNORED, IGNORED, 1, 1, 1, IGNORED, 1, 1]])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_mean_over_all_targets_is_the_mean_of_the_ranks_shares(size):
+    losses, targets = torch.arange(16.0).view(2, 8), torch.ones(2, 8)
+    targets[0, [0, 1, 5]] = targets[1, 2] = IGNORED
 
     def share(comm):
-        sequence = SequenceParallel.of(comm, 4)
-        own, wanted = sequence.cut(losses, targets)
+        sequence = SequenceParallel.of(comm, size)
+        first = comm.rank // size  # with 2 ranks to a row each pair has another one
+        own, wanted = sequence.cut(losses[first : first + 1], targets[first : first + 1])
         return sequence.mean(own[wanted != IGNORED].sum(), wanted)
 
-    counted = losses[targets != IGNORED]
+    counted = (losses if size == 2 else losses[:1])[(targets if size == 2 else targets[:1]) != IGNORED]
     assert sum(run_threads(share, 4)) / 4 == counted.mean()
 
 

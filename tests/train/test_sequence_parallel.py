@@ -43,7 +43,7 @@ def test_a_run_has_the_losses_norms_and_evaluations_of_one_process(tiny_config, 
     assert_close(found, alone)
     start = events_of(tmp_path / "shared", "start")[0]
     assert start["tokens_per_step"] == 4 * 16
-    assert f"x {world // size} x {size} ranks that share them x" in start["about"]["batch"]
+    assert f" of {size} ranks that share them x 16 tokens = 64 tokens a step" in start["about"]["batch"]
 
 
 @pytest.fixture

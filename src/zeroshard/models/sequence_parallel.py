@@ -45,14 +45,16 @@ class SequenceParallel:
 
     Args:
         comm: these ranks, in the order of their parts of a sequence; for nothing else.
+        world: all ranks, over which an engine averages gradients; None: ``comm``.
 
     Attributes:
         rank: which part of each sequence this rank has, from 0.
         size: N, into how many parts a sequence is cut.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, world: Communicator | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.world_size
+        self.world = comm if world is None else world
         self.is_paused = False
         self._around = uncompiled(self._exchanging)
 
@@ -66,7 +68,7 @@ class SequenceParallel:
         """
         rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
-        return cls(split(world, groups, anew=True))  # not behind the engine's collectives, even if all ranks share one
+        return cls(split(world, groups, anew=True), world)  # not behind the engine's collectives, even of one group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """A copy of a model is on the same ranks."""
@@ -97,7 +99,9 @@ class SequenceParallel:
         return parts.transpose(0, 1).flatten(1)
 
     def mean(self, sum_of_losses: Tensor, targets_Bt: Tensor, ignored: int = -100) -> Tensor:
-        """This rank's share of the mean loss over all targets of its rows: an engine's mean over ranks adds them up.
+        """This rank's share of the mean loss over all ranks' targets: an engine's mean over ranks adds the shares up.
+
+        Collective among all ranks, as a control message. With several micro-batches to a step it is the mean of each.
 
         Args:
             sum_of_losses: a scalar, the sum over the targets of this rank's part.
@@ -106,8 +110,8 @@ class SequenceParallel:
         """
         count = (targets_Bt != ignored).sum().to(sum_of_losses.dtype).view(1)
         with labelled(CONTROL):
-            self.comm.all_reduce(count).wait()
-        return sum_of_losses * (self.size / count.clamp(min=1).view(()))
+            self.world.all_reduce(count).wait()
+        return sum_of_losses * (self.world.world_size / count.clamp(min=1).view(()))
 
     # -- heads --------------------------------------------------------------------------------------------------
 

@@ -48,9 +48,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}
     share = config.sequence_parallel
     alike = f", with the same bits on any number up to {config.reproducible * share}" if config.reproducible else ""
-    groups = (
-        _ranks(comm.world_size) if share == 1 else f"{comm.world_size // share:,} x {_ranks(share)} that share them"
-    )
+    groups = _ranks(comm.world_size) if share == 1 else _groups(comm.world_size // share, share)
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
     dtype = config.dtype
@@ -150,3 +148,7 @@ def communicator_in_words(comm: Communicator, strategy: str) -> str:
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count:,} ranks"
+
+
+def _groups(count: int, size: int) -> str:
+    return f"{count:,} group{'s' if count > 1 else ''} of {_ranks(size)} that share them"
