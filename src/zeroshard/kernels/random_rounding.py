@@ -13,20 +13,27 @@ steps; each parameter begins elsewhere in that period. So it is the same at each
 resume, and it is computed once for each step, not once for each parameter. An element meets independent noise in
 each step, and so do its neighbours.
 
-The codes are those of `zeroshard.kernels.adamw8bit`, which rounds to the nearest.
+The codes are those of `zeroshard.kernels.adamw8bit`, which rounds to the nearest. On a CPU one loop in C++ converts all
+states of a unit (`random_rounding.cpp`); elsewhere, and without a compiler, the reference in PyTorch does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw8bit import KNEE, decode_signed, decode_unsigned
+from zeroshard.kernels.dispatch import asked_for
+from zeroshard.kernels.state_codes import Code
 
 PERIOD = 1 << 14  # elements: the noise of a step fits in a processor's cache; a multiple of every block
 NEAREST = 1 << 15  # the noise that rounds to the nearest number
@@ -109,13 +116,14 @@ def _parts(numel: int, block: int, device: torch.device) -> Iterator[tuple[slice
 
 
 def _chunk(device_type: str) -> int:
-    """Elements of a part: on a CPU as many as torch gives to its threads."""
-    return PERIOD * 2 * torch.get_num_threads() if device_type == "cpu" else _CHUNK_ON_GPU
+    """Elements of a part: on a CPU so few that one thread computes them, and others are not waited for."""
+    return PERIOD if device_type == "cpu" else _CHUNK_ON_GPU
 
 
 def scratch_bytes(numel: int, device_type: str, *, codes: bool) -> int:
-    """Bytes that `encode` (``codes``) or `round_to_bf16` of a piece allocates at a time, with the noise."""
-    for_each = 2 * 4 if codes else 4 if device_type == "cpu" else 9
+    """Bytes that `encode_states` of a piece allocates at a time, with the noise; ``codes``: in 8 bits."""
+    looped = device_type == "cpu" and cpu_loops.loop(LOOP) is not None
+    for_each = 0 if looped else 8 if codes else 4 if device_type == "cpu" else 9
     return max(7 * PERIOD * 4, 4 * PERIOD * 4 + for_each * min(numel, _chunk(device_type)))  # 7: while noise is made
 
 
@@ -124,7 +132,9 @@ def _row(of: Noise, part: slice, shape: tuple[int, int, int]) -> Tensor:
     return of.words[begin : begin + shape[1] * shape[2]].view(shape[1:])
 
 
-@torch.no_grad()
+# ---------------------------------------------------------------------------------------------- reference, in PyTorch
+
+
 def round_to_bf16(values: Tensor, rounded: Tensor, of: Noise) -> None:
     """Round ``values`` (fp32, contiguous) into ``rounded`` (bf16, as many); NaN and Inf stay so."""
     flat, target = values.view(-1), rounded.view(-1)
@@ -138,21 +148,17 @@ def round_to_bf16(values: Tensor, rounded: Tensor, of: Noise) -> None:
         target[part].view(shape).copy_(found)
 
 
-@torch.no_grad()
-def encode(values: Tensor, codes: Tensor, scales: Tensor, of: Noise, block: int, *, signed: bool) -> None:
-    """Encode ``values`` (fp32, contiguous; at least 0 unless ``signed``) as 8-bit codes.
+def encode(values: Tensor, codes: Tensor, scales: Tensor, of: Noise, block: int, code: Code) -> None:
+    """Encode ``values`` (fp32, contiguous, overwritten) as ``codes`` (int8, as many) and ``scales`` (fp32, by block).
 
-    Args:
-        values: of any shape; they are overwritten.
-        codes: int8, as many.
-        scales: fp32, one for each block of so many elements and for a shorter one at the end.
-        of: the noise.
-        block: elements of a block, a power of two up to `PERIOD`.
-        signed: which of the two codes.
+    They are not negative, unless ``code`` has a sign. ``block``: a power of two up to `PERIOD`.
     """
     flat, target = values.view(-1), codes.view(-1)
+    signed = code is Code.SIGNED
     for part, shape, first in _parts(flat.numel(), block, flat.device):
         own, row = flat[part].view(shape), _row(of, part, shape)
+        if code is Code.ROOT:  # by float64, as in `adamw8bit`: MKL's root of fp32 is off by a unit at times
+            own.copy_(own.double().sqrt_())
         magnitudes = own.abs() if signed else own
         scale = scales[first : first + shape[0] * shape[1]].view(shape[:2])
         torch.amax(magnitudes, 2, out=scale)
@@ -163,14 +169,75 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, of: Noise, block: int,
         target[part].view(shape).copy_(levels)
 
 
-@torch.no_grad()
-def decode(codes: Tensor, scales: Tensor, block: int, *, signed: bool) -> Tensor:
-    """Decode what `encode` encoded: fp32, in the shape of ``codes``."""
-    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+def decode(codes: Tensor, scales: Tensor, values: Tensor, block: int, code: Code) -> None:
+    """Decode what `encode` encoded to ``values`` (fp32, contiguous, as many)."""
     flat, source = values.view(-1), codes.view(-1)
+    decode_each = decode_signed if code is Code.SIGNED else decode_unsigned
     for part, (periods, blocks, width), first in _parts(flat.numel(), block, flat.device):
         rows = (periods * blocks, width)
         own, scratch = flat[part].view(rows), torch.empty(rows, dtype=torch.float32, device=codes.device)
-        decode_each = decode_signed if signed else decode_unsigned
         decode_each(source[part].view(rows), scales[first : first + rows[0]], own, scratch)
-    return values
+        if code is Code.ROOT:
+            own.mul_(own)
+
+
+# ------------------------------------------------------------------------------------------------- loop of a CPU
+
+LOOP = "random_rounding"
+NUMEL_OF_THREAD = 65536  # elements for which another thread is worth its start
+_KINDS = {None: 0, Code.SIGNED: 1, Code.ROOT: 2, Code.MAGNITUDE: 3}
+
+
+class State(NamedTuple):
+    """A state in both forms: ``values`` (fp32, contiguous), and what it is kept in between steps."""
+
+    values: Tensor
+    kept: list[Tensor]  # bf16; or codes (int8) and scales (fp32)
+    code: Code | None  # None: bf16
+    noise: Noise
+
+
+def _looped(states: Sequence[State], block: int, *, encodes: bool) -> bool:
+    """Convert states in one call of the loop; False: it does not serve them."""
+    if asked_for(None) != "auto" or not cpu_loops.has_memory(chain.from_iterable((s.values, *s.kept) for s in states)):
+        return False
+    library = cpu_loops.loop(LOOP)
+    if library is None:
+        return False
+    rows = [
+        (
+            *(state.values.data_ptr(), state.kept[0].data_ptr(), state.kept[-1].data_ptr()),
+            *(state.noise.words.data_ptr() + 4 * state.noise.begin, state.values.numel(), _KINDS[state.code]),
+        )
+        for state in states
+    ]
+    table, numel = np.array(rows, dtype=np.int64), sum(state.values.numel() for state in states)
+    num_threads = min(torch.get_num_threads(), 1 + numel // NUMEL_OF_THREAD)
+    sizes = (ctypes.c_int64(each) for each in (len(rows), block, encodes, num_threads))
+    library.zeroshard_convert_states(ctypes.c_void_p(table.ctypes.data), *sizes)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------- public
+
+
+@torch.no_grad()
+def encode_states(states: Sequence[State], block: int) -> None:
+    """Write each state's values, which are lost, into what it is kept in; at once where there is a loop."""
+    if not _looped(states, block, encodes=True):
+        for values, kept, code, of in states:
+            if code is None:
+                round_to_bf16(values, *kept, of)
+            else:
+                encode(values, *kept, of, block, code)
+
+
+@torch.no_grad()
+def decode_states(states: Sequence[State], block: int) -> None:
+    """Write each state's values, from what it is kept in; the noise is not read."""
+    if not _looped(states, block, encodes=False):
+        for values, kept, code, _ in states:
+            if code is None:
+                values.copy_(kept[0])
+            else:
+                decode(*kept, values, block, code)

@@ -14,7 +14,7 @@ What is kept in fewer bits is rounded at random: [Note: Slow moments] in `random
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from zeroshard.kernels.random_rounding import Noise, decode, encode, round_to_bf16
-from zeroshard.kernels.state_codes import CODES, SCALES, Code
+from zeroshard.kernels.state_codes import CODE_OF, CODES, SCALES, Code
 from zeroshard.optimizer_classes.reach import OF_TORCH, Reach
 
 BLOCK = 256
@@ -51,8 +50,6 @@ class StateFormat:
 
     name: str
     kept: Mapping[str, torch.dtype]  # the tensors of a state: what follows its name, and their dtypes
-    encode: Callable[[Tensor, list[Tensor], Code, Noise], None]  # fp32 values, overwritten, into these tensors
-    decode: Callable[[list[Tensor], Code], Tensor]  # fp32
     block: int = 1  # elements that no piece of a parameter cuts; tensors named ``..._scales`` have one of each
     as_small: tuple[torch.dtype, ...] = ()  # dtypes of parameters whose states need as few bytes: they stay
 
@@ -86,6 +83,10 @@ class StateFormat:
             return f"momentum={momentum} decays by less than a spacing of their codes; use 'bf16', or at most 0.9"
         return ""
 
+    def code_of(self, kind: str) -> Code | None:
+        """Which codes a state is kept in; None: in none."""
+        return CODE_OF[kind] if SCALES in self.kept else None
+
     def num_bytes(self, numel: int) -> int:
         """Bytes of a state of so many elements."""
         return sum(
@@ -93,31 +94,8 @@ class StateFormat:
         )
 
 
-def _encode_int8(values: Tensor, kept: list[Tensor], code: Code, of: Noise) -> None:
-    if code is Code.ROOT:
-        values.sqrt_()
-    encode(values, *kept, of, BLOCK, signed=code is Code.SIGNED)
-
-
-def _decode_int8(kept: list[Tensor], code: Code) -> Tensor:
-    values = decode(*kept, BLOCK, signed=code is Code.SIGNED)
-    return values.mul_(values) if code is Code.ROOT else values
-
-
-_BF16 = StateFormat(
-    "bf16",
-    {"": torch.bfloat16},
-    lambda values, kept, _, of: round_to_bf16(values, *kept, of),
-    lambda kept, _: kept[0].float(),
-    as_small=(torch.bfloat16, torch.float16),
-)
-_INT8 = StateFormat(
-    "int8",
-    {CODES: torch.int8, SCALES: torch.float32},
-    _encode_int8,
-    _decode_int8,
-    BLOCK,
-)
+_BF16 = StateFormat("bf16", {"": torch.bfloat16}, as_small=(torch.bfloat16, torch.float16))
+_INT8 = StateFormat("int8", {CODES: torch.int8, SCALES: torch.float32}, BLOCK)
 FORMATS: dict[str, StateFormat | None] = {"fp32": None, "bf16": _BF16, "int8": _INT8}
 
 

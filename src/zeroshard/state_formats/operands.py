@@ -16,8 +16,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zeroshard.kernels.random_rounding import StepNoise, nearest
-from zeroshard.kernels.state_codes import CODE_OF
+from zeroshard.kernels import random_rounding
+from zeroshard.kernels.random_rounding import StepNoise, decode_states, encode_states, nearest
 from zeroshard.state_formats.formats import STATES, StateFormat
 from zeroshard.zero.core.optimizer import State, StepOperands
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
@@ -46,19 +46,18 @@ class FormattedStates(StepOperands):
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Decode the states that there are."""
-        decoded = [(piece, self._decoded(self._optimizer.state.get(piece, {}))) for piece in pieces]
+        states = self._optimizer.state
+        decoded = zip(pieces, self._decoded([states.get(piece, {}) for piece in pieces]), strict=True)
         self._brought = [*self._brought, *decoded]  # another list: copies of this object for other threads have theirs
 
     def take_back(self) -> None:
         """Encode what was decoded, and what the step has made."""
         brought, self._brought = self._brought, []
-        noise = StepNoise()
-        for piece, kept in brought:
-            self._encode(self._optimizer.state.get(piece, {}), kept, noise, *self._place(piece))
+        self._encode([(self._optimizer.state.get(piece, {}), kept, *self._place(piece)) for piece, kept in brought])
 
     def loaded(self, pieces: Iterable[nn.Parameter]) -> None:
         """Have states that were just loaded in the format: kept ones lose nothing, and others are encoded."""
-        exact, noise = True, StepNoise()
+        exact = True
         for piece in (piece for piece in pieces if piece.dtype == torch.float32):
             state = self._optimizer.state.get(piece, {})
             for kind in self._kinds:
@@ -67,9 +66,9 @@ class FormattedStates(StepOperands):
                     if name and f"{kind}{name}" in state:
                         state[f"{kind}{name}"] = state[f"{kind}{name}"].to(dtype)
             wide = {kind: state[kind].clone() for kind in self._kinds if isinstance(state.get(kind), Tensor)}
-            self._encode(state, {}, noise, *self._place(piece))
+            self._encode([(state, {}, *self._place(piece))])
             again = dict(state)
-            self._decoded(again)
+            self._decoded([again])
             exact = exact and all(torch.equal(again[kind], value) for kind, value in wide.items())
         if not exact:
             what = f"the loaded states are rounded to {self.form.name}, in which this optimizer keeps them"
@@ -78,33 +77,48 @@ class FormattedStates(StepOperands):
     def kept(self, state: Mapping[str, Any]) -> State:
         """Return states that the class has made, of any tensor, as they are kept between steps; they do not change."""
         found = {kind: value.clone() if isinstance(value, Tensor) else value for kind, value in state.items()}
-        self._encode(found, {}, StepNoise(), "", 0)
+        self._encode([(found, {}, "", 0)])
         return found
 
-    def _decoded(self, state: State) -> Kept:
-        """Put wide states in the place of what they are kept in, which is returned."""
-        found: Kept = {}
-        for kind in self._kinds:
-            names = [f"{kind}{name}" for name in self.form.kept]
-            tensors = [state.get(name) for name in names]
-            if [getattr(each, "dtype", None) for each in tensors] == [*self.form.kept.values()]:
-                found[kind] = [state.pop(name) for name in names]
-                state[kind] = self.form.decode(found[kind], CODE_OF[kind])
+    def _decoded(self, states: Sequence[State]) -> list[Kept]:
+        """Put wide states in the place of what they are kept in, which is returned for each of ``states``."""
+        found: list[Kept] = [{} for _ in states]
+        rows: list[random_rounding.State] = []
+        for state, own in zip(states, found, strict=True):
+            for kind in self._kinds:
+                names = [f"{kind}{name}" for name in self.form.kept]
+                tensors = [state.get(name) for name in names]
+                if [getattr(each, "dtype", None) for each in tensors] == [*self.form.kept.values()]:
+                    own[kind] = [state.pop(name) for name in names]
+                    state[kind] = torch.empty_like(own[kind][0], dtype=torch.float32)
+                    row = state[kind], own[kind], self.form.code_of(kind), nearest(state[kind].device)
+                    rows.append(random_rounding.State(*row))
+        decode_states(rows, self.form.block)
         return found
 
-    def _encode(self, state: State, kept: Kept, noise: StepNoise, name: str, first: int) -> None:
-        """Encode the wide states, into the tensors in which they were kept if there are any."""
-        step = state.get("step")
-        for number, kind in enumerate(self._kinds):
-            values = state.get(kind)
-            if not isinstance(values, Tensor) or values.dtype != torch.float32:
-                continue
-            tensors = kept.get(kind) or self.form.made(values)
-            device = values.device
-            of = nearest(device) if step is None else noise.of(step, device, crc32(name.encode()) + first, number % 2)
-            self.form.encode(values.contiguous(), tensors, CODE_OF[kind], of)
-            del state[kind]
-            state.update((f"{kind}{name}", each) for name, each in zip(self.form.kept, tensors, strict=True))
+    def _encode(self, pieces: Sequence[tuple[State, Kept, str, int]]) -> None:
+        """Encode the wide states of pieces, into the tensors in which they were kept if there are any.
+
+        Of each piece the states, these tensors, and where it lies.
+        """
+        rows: list[random_rounding.State] = []
+        noise = StepNoise()
+        for state, kept, name, first in pieces:
+            step = state.get("step")
+            for number, kind in enumerate(self._kinds):
+                values = state.get(kind)
+                if not isinstance(values, Tensor) or values.dtype != torch.float32:
+                    continue
+                tensors, device = kept.get(kind) or self.form.made(values), values.device
+                of = (
+                    nearest(device)
+                    if step is None
+                    else noise.of(step, device, crc32(name.encode()) + first, number % 2)
+                )
+                rows.append(random_rounding.State(values.contiguous(), tensors, self.form.code_of(kind), of))
+                del state[kind]
+                state.update((f"{kind}{name}", each) for name, each in zip(self.form.kept, tensors, strict=True))
+        encode_states(rows, self.form.block)
 
 
 def attach(piecewise: PiecewiseOptimizer, form: StateFormat) -> None:

@@ -217,11 +217,9 @@ def _widened_bytes(buffer: Buffer, optimizer: OptimizerState, settings: Settings
     """Bytes of a buffer's widened states, and of copied gradients."""
     numels = _updated_numels(buffer, settings)
     copies = sum(numels) * buffer.dtype.itemsize if _copied(buffer, settings) else 0
-    live, most = sum(numels) * optimizer.num_widened * WIDE_BYTES, 0  # beside those in fewer bits, which stay
-    for numel in (numel for numel in numels for _ in range(optimizer.num_widened)):  # as they are encoded
-        most = max(most, live + scratch_bytes(numel, settings.device_type, codes=optimizer.block > 1))
-        live -= numel * WIDE_BYTES
-    return copies + most
+    wide = sum(numels) * optimizer.num_widened * WIDE_BYTES  # beside those in fewer bits, which stay
+    scratch = scratch_bytes(max(numels, default=0), settings.device_type, codes=optimizer.block > 1)
+    return copies + wide + (scratch if wide else 0)
 
 
 def _updated_numels(buffer: Buffer, settings: Settings) -> list[int]:
