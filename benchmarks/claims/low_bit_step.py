@@ -1,4 +1,4 @@
-"""The optimizer's step on a CPU: AdamW with 8-bit states beside torch's fused AdamW, and what is the bottleneck.
+"""The optimizer's step on a CPU: AdamW with states in fewer bits beside torch's fused one, and what is the bottleneck.
 
     python benchmarks/claims/low_bit_step.py                    # one tensor, then the shapes of GPT-2 124M
     python benchmarks/claims/low_bit_step.py --threads 1 --rounds 21
@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.kernels import use_kernels
+from zeroshard.kernels.state_codes import SCALES
 from zeroshard.optim import AdamW8bit, FlashAdamW
+from zeroshard.state_formats.formats import FORMATS
+from zeroshard.state_formats.operands import FormattedStates
 
 Shapes = list[tuple[int, ...]]
 ONE: Shapes = [(1 << 24,)]
@@ -40,6 +43,8 @@ def optimizer_of(who: str, shapes: Shapes) -> tuple[Callable[[], object], int]:
     settings: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if who == "AdamW fused":
         return torch.optim.AdamW(params, fused=True, **settings).step, 28
+    if who.startswith("AdamW in "):
+        return in_format(params, who.removeprefix("AdamW in "), settings)
     cls = FlashAdamW if who.startswith("FlashAdamW") else AdamW8bit
     optimizer = cls(params, **settings)
     # weights, gradient, two codes, and the correction: all but the gradient are read and written
@@ -52,6 +57,23 @@ def optimizer_of(who: str, shapes: Shapes) -> tuple[Callable[[], object], int]:
             optimizer.step()
 
     return step, num_bytes
+
+
+def in_format(params: list[nn.Parameter], name: str, settings: dict[str, Any]) -> tuple[Callable[[], object], int]:
+    """Return torch's fused AdamW with states in a format, which steps on a tensor at a time as on a unit of a model."""
+    form = FORMATS[name]
+    assert form is not None
+    optimizers = [torch.optim.AdamW([param], fused=True, **settings) for param in params]
+    states = [FormattedStates(optimizer, form, lambda _: ("weight", 0)) for optimizer in optimizers]
+
+    def step() -> None:
+        for param, optimizer, state in zip(params, optimizers, states, strict=True):
+            state.bring([param])
+            optimizer.step()
+            state.take_back()
+
+    # The step's 28, and of both states: what is kept is read and written, wide values are written and read once more
+    return step, 28 + 2 * (2 * sum(dtype.itemsize for suffix, dtype in form.kept.items() if suffix != SCALES) + 2 * 4)
 
 
 def copy_of(numel: int) -> tuple[Callable[[], Tensor], int]:
@@ -68,7 +90,7 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="the references in PyTorch take part: slow")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    who = ["AdamW fused", "AdamW8bit", "FlashAdamW"]
+    who = ["AdamW fused", "AdamW8bit", "FlashAdamW", "AdamW in bf16", "AdamW in int8"]
     who += ["AdamW8bit reference", "FlashAdamW reference"] if options.reference else []
     for title, shapes in (("one tensor", ONE), ("GPT-2 124M", GPT2)):
         numel = sum(torch.Size(shape).numel() for shape in shapes)
