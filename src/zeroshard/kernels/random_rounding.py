@@ -32,6 +32,7 @@ from torch import Tensor
 
 from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw8bit import KNEE, decode_signed, decode_unsigned
+from zeroshard.kernels.cpu_loops import PLAIN
 from zeroshard.kernels.dispatch import asked_for
 from zeroshard.kernels.state_codes import Code
 
@@ -199,7 +200,8 @@ class State(NamedTuple):
 
 def _looped(states: Sequence[State], block: int, *, encodes: bool) -> bool:
     """Convert states in one call of the loop; False: it does not serve them."""
-    if asked_for(None) != "auto" or not cpu_loops.has_memory(chain.from_iterable((s.values, *s.kept) for s in states)):
+    tensors = chain.from_iterable((state.values, *state.kept) for state in states)
+    if asked_for(None) != "auto" or any(each.device.type != "cpu" or type(each) not in PLAIN for each in tensors):
         return False
     library = cpu_loops.loop(LOOP)
     if library is None:
