@@ -8,11 +8,12 @@ import kernel_cases
 import torch
 from kernel_cases import DEVICE, DTYPES, Case
 from kernel_times import outputs_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, Choice
 from zeroshard.kernels.written import carry_written
+from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
 # |out - reference| / |reference|. bf16 rounds outputs and gradients to 8 bits; cuBLAS adds up in any order.
@@ -30,6 +31,9 @@ def errors(toy: bool) -> Iterator[dict[str, object]]:
         # torch's own fused kernel rounds its hyper-parameters to fp32 as ours does, the reference does not.
         yield _record(f"adamw {numel}", max(map(_apart, ours, wanted)), 1e-4)
         yield _record(f"adamw, copy in bf16 {numel}", _apart(our_copy, copy), BOUNDS["bfloat16"])
+        for dtype, corrects in (("float32", False), ("bfloat16", True)):
+            same = all(map(torch.equal, *(_in_8_bits(numel, dtype, corrects, who) for who in ("triton", "reference"))))
+            yield _record(f"adamw8bit {dtype} {numel}", 0.0 if same else 1.0, 0.0)
         yield _record(f"written weights {numel}", 0.0 if _same_masters(flat) else 1.0, 0.0)
         for name in FORMATS:
             for kind, key in (("nearest", None), ("stochastic", rounding_key(0, 0, "root", 0))):
@@ -100,6 +104,18 @@ def _updated(numel: int, triton: bool) -> list[Tensor]:
     kernels.adamw(param, grad, m, v, step=3, options=AdamWOptions(lr=1e-3, weight_decay=0.1), grad_scale=factor,
                   copies=copy, kernels="triton" if triton else "reference")  # fmt: skip
     return [param - before, m, v, copy]
+
+
+def _in_8_bits(numel: int, dtype: str, corrects: bool, who: Choice) -> list[Tensor]:
+    """Weights and states after two updates with 8-bit states, whose bits must be those of the reference."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(numel, device=DEVICE).to(DTYPES[dtype]))
+    optimizer = (FlashAdamW if corrects else AdamW8bit)([param], 1e-3)
+    for _ in range(2):
+        param.grad = torch.randn(numel, device=DEVICE).to(param.dtype)
+        with kernels.use_kernels(who):
+            optimizer.step()
+    return [param.detach(), *(each for each in optimizer.state[param].values() if each.dim())]
 
 
 def _same_masters(flat: Tensor) -> bool:

@@ -156,6 +156,22 @@ def beside_torch(numel: int, our_case: str, their_case: str) -> Callable[[Found]
     return text
 
 
+def low_bit(numel: int) -> Callable[[Found], str | None]:
+    """Times and rates of updates with 8-bit states."""
+
+    def text(found: Found) -> str | None:
+        parts = []
+        for case in ("adamw8bit", "flashadamw", "adamw8bit, many", "bitsandbytes", "torch fused"):
+            seconds, rate = (
+                found.median("adamw8bit", key, case=case, numel=numel) for key in ("seconds", "bytes_per_s")
+            )
+            if seconds is not None and rate is not None:
+                parts.append(f"{case} {ms(seconds)} ({rate / 1e12:.2f} TB/s)")
+        return ", ".join(parts) or None
+
+    return text
+
+
 def peaks(found: Found) -> str | None:
     """Measured over planned peaks."""
     keys = ("model", "checkpointing", "stage", "world", "rows")
@@ -232,6 +248,9 @@ LINES = (
     Line("adamw", "AdamW with clipping, 1.5 B", "", update(1_558_000_000)),
     Line("adamw", "search for what a user wrote into bf16 weights, 1.5 B", "",
          beside_torch(1_558_000_000, "written, ours", "written, torch")),
+    Line("adamw8bit", "AdamW with 8-bit states, 124 M parameters", "torch's fused, fp32 states",
+         low_bit(124_000_000)),
+    Line("adamw8bit", "AdamW with 8-bit states, 774 M", "torch's fused, fp32 states", low_bit(774_000_000)),
     Line("loss", "cross-entropy alone, 8192 tokens x 131,072 words", "Liger 2.97 ms",
          kernel("loss", "cross_entropy 8192 x 131072 bfloat16", "both")),
     Line("loss", "linear layer and loss, 8192 tokens x 768 x 50,257", "",

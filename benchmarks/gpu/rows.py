@@ -483,6 +483,13 @@ def adamw(budget: Budget, say: Say) -> None:
     updates(budget, say)
 
 
+def adamw8bit(budget: Budget, say: Say) -> None:
+    """An update with 8-bit states beside torch's fused AdamW, and bitsandbytes' if it is installed."""
+    from low_bit_times import updates
+
+    updates(budget, say)
+
+
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
