@@ -47,6 +47,7 @@ REFUSED = """
 --gpu t4 | dtype: t4-16gb does not compute in bfloat16; choose float32, float16
 --ask fewest-gpus --global-batch 64 | global_batch: 64 would change nothing: fewest-gpus looks at one micro-batch of
 --gpus 16 --ask lowest-bandwidth --stage 3 --shard-size 8 | shard_size: 8 would change nothing: lowest-bandwidth
+--ask longest-sequence --seq-len 64 | seq_len: 64 would change nothing: longest-sequence takes the longest that fits
 --ask largest-micro-batch --micro-batch 2 | micro_batch: 2 would change nothing: largest-micro-batch takes the
 --reproducible 4 --gpus 2 --accumulate local | reproducible: 4 is given, and accumulate adds up on each rank first,
 --reproducible 4 --gpus 4 --shard-size 2 | reproducible: 4 is given, and shard_size adds up over two levels of ranks,

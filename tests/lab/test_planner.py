@@ -132,9 +132,9 @@ def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
     given = {"gpu": "t4-16gb", "dtype": "float16", "overrides": {"n_layer": 2, "n_embd": 8192, "n_head": 64}}
     found = plan("llama-tiny", **given)
     names, fit = _listed(found.advice)
-    assert names[:4] == ["activation checkpointing", "state in host memory", "LoRA", "a larger GPU"]
-    assert names[4:5] == ["7 GPUs"]
-    assert fit[:5] == [False, True, True, True, True]
+    assert names[:3] == ["activation checkpointing", "inputs of blocks on the host", "feed-forward layers by tiles"]
+    assert names[3:7] == ["state in host memory", "LoRA", "a larger GPU", "7 GPUs"]
+    assert fit[:7] == [False, False, False, True, True, True, True]
     assert re.search(
         r"--offload optimizer\) and activation checkpointing would fit.*; \d+ GiB of host memory a node", found.advice
     )

@@ -1,6 +1,7 @@
 """What to change where no row of a plan fits, in the order in which one would try, each with its memory and time.
 
-First what costs nothing but time on the same machine (a smaller micro-batch, activation checkpointing), then what
+First what costs nothing but time on the same machine (a smaller micro-batch, and the levers of
+`zeroshard.lab.planner.levers`, the cheapest first), then what
 trains something else (adapters), then what costs money (a larger GPU, more GPUs), and last what changes the data
 (shorter sequences).
 """
@@ -12,6 +13,7 @@ from contextlib import suppress
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe, recommended
+from zeroshard.lab.planner.levers import levers
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
@@ -67,9 +69,14 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
     if planner.node_copy:
         yield "no second copy of weights (leave --node-copy out)", planner.on(node_copy=0), ""
     thrifty, added = planner, ""
-    if ours is not None and ours.config.activation_checkpointing != "full":
-        thrifty, added = planner.on(workload=workload.changed({"activation_checkpointing": "full"})), "checkpointing"
-        yield "activation checkpointing (--model.activation-checkpointing full)", thrifty, ""
+    pulled: tuple[str, ...] = ()
+    for lever in levers(planner):
+        also = " with " + " ".join(pulled) if pulled else ""
+        yield f"{lever.what} ({lever.flag}){also}", lever.planner, ""
+        flag = lever.flag.partition(" ")[0]
+        pulled = (*(each for each in pulled if not each.startswith(flag)), lever.flag)
+        if lever.flag.endswith(" full"):
+            thrifty, added = lever.planner, "checkpointing"
     hides = workload.states[0].by_unit and not planner.reproducible  # the updates on the host beside the next forward
     if planner.offload is None and hides and planner.device.device_type == "cuda":
         also = f" and activation {added}" if added else ""

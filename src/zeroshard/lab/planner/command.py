@@ -20,6 +20,7 @@ from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
 from zeroshard.lab.planner.inverse import Answer, fewest, largest_micro_batch, lowest_bandwidth
+from zeroshard.lab.planner.longest import longest_sequence
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, micro_batches, plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
@@ -205,6 +206,8 @@ def ask(config: PlanConfig, planner: Planner) -> Answer:
         return largest_micro_batch(planner, stage)
     if config.ask == "fewest-gpus":
         return fewest(planner, stages, micro_batch)
+    if config.ask == "longest-sequence":
+        return longest_sequence(planner, stage, micro_batch)
     if config.ask == "lowest-bandwidth":
         return lowest_bandwidth(planner, stage, micro_batch)
     return remedies(planner, stages, config.micro_batch or None, config.shard_size or None)

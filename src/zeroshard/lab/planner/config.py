@@ -16,7 +16,7 @@ from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
 
-Question = Literal["none", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "remedy"]
+Question = Literal["none", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "longest-sequence", "remedy"]
 
 
 # pydantic's base class has a deprecated method of that name, replaced by `model_dump_json`.
@@ -179,7 +179,9 @@ class PlanConfig(Config):
         """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""
         ask = self.ask
         given = {
-            "global_batch": ask in ("fewest-gpus", "largest-micro-batch") and "looks at one micro-batch of each GPU",
+            "global_batch": ask in ("fewest-gpus", "largest-micro-batch", "longest-sequence")
+            and "looks at one micro-batch of each GPU",
+            "seq_len": ask == "longest-sequence" and "takes the longest that fits",
             "micro_batch": ask == "largest-micro-batch" and "takes the largest that fits",
             "shard_size": ask not in ("none", "remedy") and "shares out training state over all GPUs",
         }
