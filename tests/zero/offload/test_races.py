@@ -16,7 +16,7 @@ import hazards
 from fake_cuda import CUDA, Peers, backward_events, guarded  # noqa: F401 -- fixtures
 from hazards import Hazard, HazardDevice
 from nets import WIDTH
-from zero.offload.executors import AtOnce
+from zero.offload.lanes import Lanes
 from zeroshard.comm import streams
 from zeroshard.comm.base import DONE
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
@@ -61,10 +61,14 @@ class Ranks(Peers):
 
 
 class Pages:
-    """A slab of ordinary memory."""
+    """A slab of ordinary memory, of which it is known whether it would be page-locked."""
+
+    locked = []  # noqa: RUF012 -- bytes of each that would be, in the last training
 
     def __init__(self, num_bytes, *, device, pinned):
         self.num_bytes = num_bytes
+        if pinned:
+            self.locked.append(num_bytes)
 
     def take(self, numel, dtype):
         return torch.empty(numel, dtype=dtype)
@@ -77,11 +81,15 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
     monkeypatch.setattr(collective_order, "maxima", lambda comm, values: list(values))
     monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
     monkeypatch.setattr(hazards, "_tensors", tensors)
-    monkeypatch.setattr(placement, "Executor", AtOnce)
+    lanes = Lanes(device)
+    lanes.patch(monkeypatch, placement)
+    monkeypatch.setattr(staging, "ThreadPoolExecutor", lanes.pool)
     monkeypatch.setattr(host_params, "is_set", lambda flag: flag.clone() is None)  # a read of the host, of no value
     for module in (host_grads, host_params, staging):
         monkeypatch.setattr(module, "Slab", Pages)
     monkeypatch.setattr(staging, "NUM_SLOTS", 2)  # fewer than units, and so a ring that goes round
+    monkeypatch.setattr(staging, "LEAST_SLOT_BYTES", 64)
+    Pages.locked.clear()
     plant(monkeypatch)
     with FakeTensorMode():
         with CUDA:
@@ -125,6 +133,26 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     monkeypatch,
 ):
     _train(monkeypatch, stage, Offload(grads=grads, weights=weights), bfloat16=bfloat16, num_micro=num_micro)
+
+
+SLOT_BYTES = 128  # less than a unit's gradients
+BOUND = 4 * SLOT_BYTES  # two slots up and two down
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
+def test_gradients_come_down_through_slots_where_page_locked_memory_is_bounded(
+    stage,
+    weights,
+    num_micro,
+    guarded,  # noqa: F811
+    monkeypatch,
+):
+    _train(monkeypatch, stage, Offload(weights=weights, pinned=BOUND), num_micro=num_micro)
+    assert Pages.locked == [SLOT_BYTES] * (2 if weights == "host" else 4)  # what stays on the host needs none up
+    for bound in (BOUND + 10_000, 100):  # some gradients are locked too, or nothing is
+        _train(monkeypatch, stage, Offload(weights=weights, pinned=bound), num_micro=num_micro)
+        assert sum(Pages.locked) <= bound
 
 
 class _Never:
@@ -215,6 +243,27 @@ def _gathered_before_it_is_copied_up(monkeypatch):
     monkeypatch.setattr(host_params.HostTransport, "_take_cast", taken)
 
 
+def _slot_filled_before_it_is_moved(monkeypatch):
+    copy_down = staging.Staging.copy_down
+
+    def copied(self, target, source):
+        landing = copy_down(self, target, source)
+        for _, moved in self._down:
+            moved.clock.clear()
+        return landing
+
+    monkeypatch.setattr(staging.Staging, "copy_down", copied)
+
+
+def _moved_before_it_is_there(monkeypatch):
+    moved = staging._moved
+    monkeypatch.setattr(staging, "_moved", lambda target, staged, copied: moved(target, staged, _Never(copied)))
+
+
+def _update_that_does_not_wait_for_slots(monkeypatch):
+    monkeypatch.setattr(staging.Landing, "synchronize", lambda self: None)
+
+
 PLANTED = {
     "a gradient on the host is read before it is there": (2, "host", _landing_not_waited_for),
     "an update reads a gradient before it is there": (2, "host", _update_that_does_not_wait_for_the_landing),
@@ -225,12 +274,15 @@ PLANTED = {
     "written weights are taken before they are compared": (0, "device", _comparison_read_at_once),
     "weights are gathered before they are copied up": (3, "host", _gathered_before_it_is_copied_up),
     "whole weights are read before they are copied up": (0, "host", _gathered_before_it_is_copied_up),
+    "a slot is filled before it is moved": (2, "host", _slot_filled_before_it_is_moved, BOUND),
+    "a slot is moved before it is filled": (2, "host", _moved_before_it_is_there, BOUND),
+    "an update reads a gradient before it is moved": (2, "host", _update_that_does_not_wait_for_slots, BOUND),
     "an update begins before the norm is known": (2, "host", _factor_read_at_once),
 }
 
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_seen(what, guarded, monkeypatch):  # noqa: F811
-    stage, grads, plant = PLANTED[what]
+    stage, grads, plant, *bound = PLANTED[what]
     with pytest.raises((Hazard, RuntimeError), match=r"does not wait for|that others still used"):
-        _train(monkeypatch, stage, Offload(grads=grads), plant=plant)
+        _train(monkeypatch, stage, Offload(grads=grads, pinned=bound[0] if bound else None), plant=plant)

@@ -42,7 +42,7 @@ from zeroshard.profiling.devices import Device
 from zeroshard.slab import room
 from zeroshard.zero import Offload
 from zeroshard.zero.core.strategy import SHARD
-from zeroshard.zero.offload.staging import NUM_SLOTS, SLOT_BYTES
+from zeroshard.zero.offload.staging import NUM_SLOTS, NUM_SLOTS_DOWN, locked_slot_bytes
 
 ADAM_BYTES = 28  # of an fp32 element: read gradient, weight and two states; written all but the gradient
 NODE_UPDATE_BYTES_PER_S = 4.5e9 * ADAM_BYTES
@@ -265,9 +265,10 @@ def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
 
 
 def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings) -> int:
-    """Bytes of a rank's page-locked memory on a GPU: what is streamed, slots for copies up, gradients on the host.
+    """Bytes of a rank's page-locked memory on a GPU: slots for copies, what is streamed, gradients on the host.
 
-    They are locked in that order, each of them if the bound leaves room for it.
+    They are locked in that order, each of the last two if the bound leaves room; gradients that it has none for come
+    down through slots of their own.
     """
     if settings.device_type != "cuda":
         return 0
@@ -277,12 +278,16 @@ def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings
     numels = [b.layout.own_numel(settings.rank) if shards else b.layout.padded_numel for b in chosen]
     wanted: list[int] = []
     if offload.weights == "host":
-        wanted += [n * precision.compute_dtype(b.dtype).itemsize for n, b in zip(numels, chosen, strict=True)]
-    wanted += [SLOT_BYTES] * NUM_SLOTS if chosen else []
+        wanted += [room(n * precision.compute_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)]
     wanted += [room(n * precision.reduced_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)][::-1]
-    left = math.inf if offload.pinned_bytes is None else offload.pinned_bytes
-    total = 0
-    for num_bytes in wanted:
+    slot_bytes, through_slots = locked_slot_bytes(offload.pinned_bytes), False
+    left = math.inf
+    if offload.pinned_bytes is not None:
+        left = offload.pinned_bytes - (NUM_SLOTS + NUM_SLOTS_DOWN) * slot_bytes
+    total = NUM_SLOTS * slot_bytes if chosen else 0
+    for index, num_bytes in enumerate(wanted):
         if num_bytes <= left:
             total, left = total + num_bytes, left - num_bytes
-    return total
+        else:
+            through_slots = through_slots or index >= len(wanted) - len(chosen)
+    return total + (NUM_SLOTS_DOWN * slot_bytes if through_slots else 0)

@@ -7,32 +7,16 @@ slots, so one is filled while the other is written; a slot is filled again once 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 
 import torch
 from torch import Tensor
 
 from zeroshard.slab import Slab
 from zeroshard.zero.offload.disk import DiskStates
-from zeroshard.zero.offload.staging import Staging
+from zeroshard.zero.offload.staging import Landing, Staging
 
 NUM_GRAD_SLOTS = 2
-
-
-class Landing:
-    """The write of a unit's gradients that is under way; a mark, as of a copy to the host."""
-
-    def __init__(self, pieces: list[Future[None]]) -> None:
-        self.pieces = pieces
-
-    def synchronize(self) -> None:
-        """Wait until it is over.
-
-        Raises:
-            OSError: it failed.
-        """
-        for piece in self.pieces:
-            piece.result()
 
 
 class GradSlots:

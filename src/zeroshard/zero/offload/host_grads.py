@@ -52,7 +52,8 @@ class HostGrads(FlatGrads):
         self._factor: tuple[Tensor, Mark] | None = None  # by which `_reduced` is still to be multiplied
         self._landing: Mark = None  # behind the copy down that is under way
         self._partials: tuple[int, Tensor] | None = None  # version of `_reduced`, and its shards' 2-norms
-        self._memory: Tensor | None = None  # page-locked, of the size of `_reduced`
+        self._memory: Tensor | None = None  # of the size of `_reduced`
+        self._is_locked = True  # whether it is page-locked, so that a GPU copies there itself
         super().__init__(*args, **kwargs)
         numel = self._own_slice.stop - self._own_slice.start
         self._stored = stored if stored is not None and stored.place_grads(numel, self.reduced_dtype) else None
@@ -191,14 +192,16 @@ class HostGrads(FlatGrads):
         """Begin to copy ``there``, on the device, to memory of the host."""
         if self._memory is None or self._memory.numel() != there.numel():
             num_bytes = room(there.nbytes)
-            slab = Slab(num_bytes, device=self.device, pinned=self._staging.pins(num_bytes))
-            self._memory = slab.take(there.numel(), there.dtype)
-        streams = self._streams
+            self._is_locked = self._staging.pins(num_bytes)
+            self._memory = Slab(num_bytes, device=self.device, pinned=self._is_locked).take(there.numel(), there.dtype)
+        self._reduced, streams = self._memory, self._streams
+        if not self._is_locked:
+            self._landing = self._staging.copy_down(self._memory, there)
+            return
         with streams.on("to_host", streams.mark()):
             self._memory.copy_(there, non_blocking=True)
             self._landing = streams.mark()
         self._staging.leaves(there, self._landing)
-        self._reduced = self._memory
 
     def shards_of(self, reduced: Tensor) -> list[Tensor]:
         """As `shards`, of this tensor."""

@@ -176,9 +176,8 @@ class HostTransport(WeightTransport):
         if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None and place != "disk":
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if place == "host":
-                slab = Slab(
-                    room(numel * dtype.itemsize), device=facts.device, pinned=staging.pins(numel * dtype.itemsize)
-                )
+                num_bytes = room(numel * dtype.itemsize)
+                slab = Slab(num_bytes, device=facts.device, pinned=staging.pins(num_bytes))
                 self.on_host = [slab.take(numel, dtype)]
             else:
                 self.resident = [*inner.resident, torch.empty(numel, dtype=dtype, device=facts.device)]

@@ -23,7 +23,8 @@ from zeroshard.torch_internals import storage_id
 from zeroshard.zero.core.layout import view_of
 from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates
-from zeroshard.zero.offload.grad_slots import GradSlots, Landing
+from zeroshard.zero.offload.grad_slots import GradSlots
+from zeroshard.zero.offload.staging import Landing
 
 
 class StoredGroup(Protocol):
