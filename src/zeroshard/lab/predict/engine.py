@@ -288,6 +288,7 @@ class _Engine:
             ModuleBuffers(nn.Module(), world, "keep"),
         )
         self._runtime.grads_leave = goes_down
+        self._runtime.gathers_in_turn = self._runtime.gathers_behind = on_gpu and bool(buffers_away(buffers, offload))
         self._runtime.apply_num_ahead()
         self._runtime.agree_by(CollectiveOrder(rank_groups))
         log.has_streams = settings.device_type == "cuda"

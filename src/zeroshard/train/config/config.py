@@ -213,8 +213,8 @@ class TrainConfig(Config):
     checkpoint_interval: int = Field(-1, ge=-1, description="Steps between saves; 0: at the end; -1: as eval_interval.")
     checkpoint_async: bool = Field(
         True,
-        description="Write checkpoints while training continues, copying what steps change meanwhile; false: "
-        "training waits.",
+        description="Write checkpoints while training continues, copying what steps change meanwhile; false, and "
+        "with --offload disk: training waits.",
     )
     keep_checkpoints: int = Field(-1, ge=-1, description="Newest to keep; 0: all; -1: 2, or all at a set interval.")
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")

@@ -294,7 +294,8 @@ def _schedule(config: TrainConfig, world_size: int) -> Schedule:
         grad_clip=config.grad_clip,
         eval_interval=config.eval_interval,
         checkpoint_interval=config.eval_interval if at_evaluations else config.checkpoint_interval,
-        checkpoint_async=config.checkpoint_async,
+        # of state in a file there is no memory for copies
+        checkpoint_async=config.checkpoint_async and not config.offload.on_disk,
         keep_checkpoints=kept if config.keep_checkpoints < 0 else config.keep_checkpoints,
         keep_every=config.keep_every,
         keep_best=config.keep_best,

@@ -470,7 +470,11 @@ def _tensors(memory: mmap.mmap, spec: Spec, at: int) -> Iterator[Tensor]:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, max(num_bytes, BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        return mmap.mmap(-1, max(num_bytes, BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # of memory: no path has failed
+        what = f"{error.strerror}: {num_bytes:,} bytes for state on its way to or from its file"
+        raise MemoryError(what) from None
 
 
 def _open(path: Path) -> tuple[int, bool]:

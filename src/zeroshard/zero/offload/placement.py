@@ -166,6 +166,7 @@ class Placement(Observer):
         runtime.gathers_in_turn = any(True for _ in self._groups())
         on_gpu = any(group.params.full.is_cuda for group in self._groups())
         runtime.grads_leave = self.settings.grads == "disk" or (on_gpu and self.settings.grads == "host")
+        runtime.gathers_behind = on_gpu
         runtime.apply_num_ahead()
         self.staging.streams = runtime.streams_of(self._groups())
         observers.append(self)

@@ -15,6 +15,13 @@ shows gradients in ``param.grad``. Ranks agree by an `Agreement`, and synchronis
     ``gather 1`` and ``reduce 2`` are still queued. It frees a buffer before that gather allocates one, and one
     reduction is in flight while a unit's gradients are computed. Where nothing is gathered in between there are up to
     `MAX_REDUCTIONS_IN_FLIGHT`.
+
+[Note: Behind]
+    If a unit's state is off a GPU, the host waits for its update before it issues its gather. One unit ahead, that
+    would keep back the forward of the unit before, which the device could compute in that time. So the gather is issued
+    once the device has that forward::
+
+        forward 0 | wait for update 1, gather 1 | forward 1 | wait for update 2, gather 2 | ...
 """
 
 from __future__ import annotations
@@ -61,6 +68,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         comm: the communicator of all ranks.
         collectives: through which ranks agree on orders and flags.
         gathers_in_turn: whether updates of later units may still run when a forward begins.
+        gathers_behind: whether a unit is gathered once the device has the forward of the one before: [Note: Behind].
         grads_leave: whether reduced gradients leave the device, so that local ones are freed unit by unit at any stage.
         complete_step: waits for updates of the last step that are under way.
         removed: whether `Zero.remove` has made the model an ordinary one again.
@@ -74,7 +82,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     """
 
     rank_groups: RankGroups
-    gathers_in_turn = grads_leave = False
+    gathers_in_turn = gathers_behind = grads_leave = False
     forward: ForwardRun
     backward: BackwardPass | None
 
@@ -118,7 +126,7 @@ class Runtime(Passes[Unit, FlatGroup]):
     def apply_num_ahead(self) -> None:
         """Gather units in their turn also where weights stay unsharded, if their masters change during forward."""
         if self.gathers_in_turn:
-            self.num_ahead = self.prefetch
+            self.num_ahead = 0 if self.gathers_behind else self.prefetch
         self.shard_grads = self.shard_grads or self.grads_leave
 
     def streams_of(self, groups: Iterable[FlatGroup]) -> Streams:
@@ -182,7 +190,11 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def _reach(self, unit: Unit) -> None:
         self.may_have_read_stale.discard(unit)
-        super()._reach(unit)
+        if self.gathers_behind:
+            self._ran.setdefault(unit)
+            self._gather_first(self.order.index(unit) + 1)
+        else:
+            super()._reach(unit)
 
     def post_forward(self, unit: Unit, *, grads_flow: bool, keep_unsharded: bool = False) -> None:
         """A unit returns. ``keep_unsharded``: no hook will tell when backward needs its weights."""
@@ -190,6 +202,10 @@ class Runtime(Passes[Unit, FlatGroup]):
             unit.keep_unsharded_after[self.forward.index] = self.forward
         if unit is self.root:
             self.observer.forward_ends()
+        elif (
+            self.gathers_behind and self.prefetch
+        ):  # before the unit is freed, whose last use its gather would wait for
+            self._gather_first(self.order.index(unit) + 2)
         super().post_forward(unit, grads_flow=grads_flow)
         unit.entered = unit.num_running_forwards > 0
         if unit is self.root:
