@@ -50,7 +50,7 @@ class VirtualTime(TorchDispatchMode):
 
     Attributes:
         compute_stream: on which forward and backward run.
-        thread: the host's thread that runs now: `host`, or `updates`.
+        thread: the host's thread that runs now: `host`, or `updates`; ``unit``: what that updates.
         updated_at: when the update of each unit was over, in the order in which they were.
     """
 
@@ -59,7 +59,7 @@ class VirtualTime(TorchDispatchMode):
         self._bus_bytes_per_s = bus_bytes_per_s
         self.compute_stream = self._current = Line(self, "compute")
         self.host, self.updates = Line(self, "host"), Line(self, "updates")
-        self.thread = self.host
+        self.thread, self.unit = self.host, ""
         self.updated_at: list[tuple[str, float]] = []
 
     # -- what `DeviceStreams` takes for ``torch.cuda`` --------------------------------------------------------
@@ -101,8 +101,17 @@ class VirtualTime(TorchDispatchMode):
                     self.thread.now = max(self.thread.now, self._current.now)
         return result
 
-    def executor(self, seconds: Any) -> tuple[type[Executor], type[Update]]:
-        """Classes in place of `Executor` and `Update`; ``seconds(name)``: of the update of a unit's group."""
+    def updating(self, step: Any, seconds: Any) -> Any:
+        """A class's ``step`` for one unit, which takes ``seconds(name)`` of the thread of updates."""
+
+        def timed(twin: Any) -> Any:
+            self.updates.now += seconds(self.unit)
+            return step(twin)
+
+        return timed
+
+    def executor(self) -> tuple[type[Executor], type[Update]]:
+        """Classes in place of `Executor` and `Update`, on this clock."""
         time = self
 
         class Updates(Executor):
@@ -110,8 +119,8 @@ class VirtualTime(TorchDispatchMode):
                 time.updates.now = max(time.updates.now, time.thread.now)
                 time.thread = time.updates
                 for job in jobs:
+                    time.unit = job[0].name
                     self._run(*job)
-                    time.updates.now += seconds(job[0].name)
                     job[0].over_at = time.updates.now
                     time.updated_at.append((job[0].name, time.updates.now))
                 time.thread = time.host

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from zeroshard.comm import NullCommunicator
 from zeroshard.errors import UserError
 from zeroshard.lab.bench import step
 from zeroshard.lab.bench.settings import StepBench
@@ -16,20 +17,34 @@ def test_ratios_are_taken_round_by_round():
 
 
 @pytest.mark.parametrize(
-    "name", ["zero4", "ddp@ring", "zero1@mpi", "fsdp", "ddp+reproducible", "zero1+", "zero2+roots"]
+    "name", ["zero4", "ddp@ring", "zero1@mpi", "fsdp", "ddp+reproducible", "zero1+", "zero2+roots", "ddp+offload"]
 )
 def test_an_unknown_contestant_is_refused(name):
-    with pytest.raises(UserError, match=r"contestants: .* is unknown; write plain, ddp, zero2, zero2@ring, or"):
+    with pytest.raises(UserError, match=r"contestants: .* is unknown; write plain, ddp, zero2, zero2@ring, zero2@ring"):
         step.parse_contestant(name)
 
 
 def test_a_contestant_is_a_kind_with_its_communicator():
-    assert [step.parse_contestant(name) for name in ("plain", "zero0", "zero3@shm", "zero2@shm+reproducible")] == [
-        ("plain", "", False),
-        ("zero0", "", False),
-        ("zero3", "shm", False),
-        ("zero2", "shm", True),
+    names = ("plain", "zero0", "zero3@shm", "zero2@shm+reproducible", "zero1+offload", "zero1+reproducible+offload")
+    assert [step.parse_contestant(name) for name in names] == [
+        ("plain", "", False, False),
+        ("zero0", "", False, False),
+        ("zero3", "shm", False, False),
+        ("zero2", "shm", True, False),
+        ("zero1", "", False, True),
+        ("zero1", "", True, True),
     ]
+
+
+def test_a_contestant_that_offloads_takes_the_same_steps():
+    shape, ends = step.SHAPES["tiny"], []
+    for name in ("zero1", "zero1+offload"):
+        built = step.build(name, shape, {"": NullCommunicator(2)}, torch.device("cpu"))
+        rows = step.batch(shape, 0, torch.device("cpu"))
+        for _ in range(3):
+            step.once(built, *rows)
+        ends.append(built.forward(*rows).detach())
+    assert torch.equal(*ends)
 
 
 def test_one_rank_measures_in_this_process():

@@ -21,8 +21,8 @@ class StepBench(Config):
     )
     contestants: tuple[str, ...] = Field(
         (),
-        description="plain, ddp, zeroN, zeroN@COMM, with +reproducible for the same bits on any number of ranks; "
-        "others are held against the first. None: ddp and all stages.",
+        description="plain, ddp, zeroN, zeroN@COMM, with +reproducible for the same bits on any number of ranks, "
+        "+offload for states on the host; others are held against the first. None: ddp and all stages.",
     )
     comm: CommName = Field("torch", description="What stages without @COMM communicate with.")
     rounds: int = Field(8, ge=1, description="Rounds, after one that warms up.")

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ran
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, milliseconds, spread_of
 from zeroshard.lab.bench.settings import StepBench
 from zeroshard.models import LanguageModel, build_model
-from zeroshard.zero import STAGES, Zero
+from zeroshard.zero import STAGES, Offload, Zero
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,27 @@ class Contestant:
     optimizer: torch.optim.Optimizer
 
 
-def parse_contestant(name: str) -> tuple[str, str, bool]:
-    """Kind, communicator (may be empty) and whether reproducible, of ``plain``, ``ddp`` or ``zero2@ring+reproducible``.
+class Named(NamedTuple):
+    """What a contestant's name says; ``comm`` may be empty."""
+
+    kind: str
+    comm: str = ""
+    is_reproducible: bool = False
+    is_offloaded: bool = False
+
+
+def parse_contestant(name: str) -> Named:
+    """What ``plain``, ``ddp``, ``zero1+offload`` or ``zero2@ring+reproducible`` says.
 
     Raises:
         UserError: the name has another form, or there is no such stage or communicator.
     """
-    zero = rf"(zero[{''.join(map(str, STAGES))}])(?:@({'|'.join(COMMUNICATORS)}))?(\+reproducible)?"
+    zero = rf"(zero[{''.join(map(str, STAGES))}])(?:@({'|'.join(COMMUNICATORS)}))?(\+reproducible)?(\+offload)?"
     found = re.fullmatch(f"{zero}|(plain|ddp)", name)
     if found is None:
-        todo = "write plain, ddp, zero2, zero2@ring, or zero2@ring+reproducible"
+        todo = "write plain, ddp, zero2, zero2@ring, zero2@ring+reproducible, or zero2+offload"
         raise UserError("contestants", f"{name!r} is unknown", todo)
-    return found[1] or found[4], found[2] or "", bool(found[3])
+    return Named(found[1] or found[5], found[2] or "", bool(found[3]), bool(found[4]))
 
 
 def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
@@ -85,10 +94,12 @@ def make_model(shape: Shape, device: torch.device | str) -> LanguageModel:
 def build(name: str, shape: Shape, comms: Mapping[str, Communicator], device: torch.device) -> Contestant:
     """Build the contestant ``name``; ``comms``: communicators by the name after the ``@`` ("" if there is none)."""
     model = make_model(shape, device)
-    kind, comm, is_reproducible = parse_contestant(name)
+    kind, comm, is_reproducible, is_offloaded = parse_contestant(name)
     if kind.startswith("zero"):
         reproducible = comms[comm].world_size if is_reproducible else None
-        zero = Zero(model, stage=int(kind[-1]), units=model.units, comm=comms[comm], reproducible=reproducible)
+        offload = Offload(grads="device" if is_reproducible else "host") if is_offloaded else None
+        stage, units = int(kind[-1]), model.units
+        zero = Zero(model, stage, units=units, comm=comms[comm], reproducible=reproducible, offload=offload)
         return Contestant(model, model, zero.optimizer(torch.optim.AdamW, lr=1e-4, fused=True))
     wrapped: nn.Module = model
     if kind == "ddp":
@@ -128,7 +139,7 @@ def run(settings: StepBench) -> Report:
         UserError: a contestant is unknown or needs several ranks, or the device is not there.
     """
     for name in settings.contestants:
-        if parse_contestant(name)[0] == "ddp" and settings.nproc == 1:
+        if parse_contestant(name).kind == "ddp" and settings.nproc == 1:
             raise UserError("contestants", "ddp needs several ranks", "use plain, or --nproc 2")
     world, device, num_threads = settings.nproc, chosen_device(settings.device, settings.nproc), settings.threads
     names = list(settings.contestants) or ["plain" if world == 1 else "ddp", *(f"zero{stage}" for stage in STAGES)]
@@ -160,7 +171,9 @@ def measure(
     default_comm: str,
 ) -> list[dict[str, Times]]:
     """Median times of each contestant in each round, on this rank."""
-    comms = {comm: communicator(comm or default_comm) for comm in sorted({parse_contestant(name)[1] for name in names})}
+    comms = {
+        comm: communicator(comm or default_comm) for comm in sorted({parse_contestant(name).comm for name in names})
+    }
     contestants = {name: build(name, shape, comms, device) for name in names}
     tokens, targets = batch(shape, rank, device)
     rounds: list[dict[str, Times]] = []
