@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from zeroshard.errors import UserError
 from zeroshard.kernels.adamw8bit import joined
 from zeroshard.kernels.state_codes import as_codes, as_values, block_of, num_blocks
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, muon_groups
+from zeroshard.optimizer_classes.kept_states import ParamFacts
+from zeroshard.state_conversion import as_kept
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [
@@ -141,6 +144,37 @@ def test_the_number_of_scales_tells_the_elements_of_a_block(numel):
     for block in (2**exponent for exponent in range(4, 13)):
         found = block_of(numel, num_blocks(numel, block))
         assert found == block or (num_blocks(numel, block) == 1 and found >= numel)
+
+
+class Saved:
+    """A reader of one parameter's states."""
+
+    def __init__(self, states):
+        self.states = states
+
+    def kinds(self, name):
+        return {kind: tuple(value.shape) for kind, value in self.states.items()}
+
+    def read(self, name, kind, interval):
+        return self.states[kind].reshape(-1)[slice(*interval)].clone()
+
+
+@pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.AdamW])
+def test_codes_of_any_interval_are_those_of_the_whole_parameter(cls):
+    torch.manual_seed(0)
+    first = torch.cat([torch.randn(600), 1e-3 * torch.randn(100)])  # the last block is small, and shorter
+    wide = {"exp_avg": first, "exp_avg_sq": first.square(), "step": torch.tensor(3.0), "param": torch.ones(700)}
+    narrow = as_codes(wide, 256)
+    assert (as_values(narrow)["exp_avg"] - first).abs()[600:].max() < 1e-3
+    saved, expected = (wide, narrow) if cls is AdamW8bit else (narrow, as_values(narrow))
+    facts = ParamFacts("p", (700,), FP32, torch.device("cpu"), kept_whole=False, block=256)
+    seen = as_kept(partial(cls), [({}, [facts])], Saved(saved), say=False)
+    assert seen.kinds("p").keys() == expected.keys()
+    for kind, value in expected.items():
+        numel = value.numel()
+        for interval in ((0, 0), (0, numel), (numel // 3, numel // 2), (numel - 1, numel), (256, 300), (255, 257)):
+            start, stop = (min(end, numel) for end in interval)
+            assert torch.equal(seen.read("p", kind, (start, stop)), value.reshape(-1)[start:stop]), (kind, interval)
 
 
 def test_an_average_of_weights_in_bf16_is_loaded_beside_weights_in_fp32(tmp_path):

@@ -141,6 +141,15 @@ class FlashAdamW(AdamW8bit):
     zero_reach = staticmethod(_reach)
     corrects = True
 
+    def weights_replaced(self) -> None:
+        """Forget the further bits, because weights were replaced by others, which they are no part of.
+
+        `zeroshard.Zero` calls it where it replaces weights; a loop of your own, after ``model.load_state_dict``.
+        """
+        for state in self.state.values():
+            if "correction" in state:
+                state["correction"].zero_()
+
 
 def _codes(state: Mapping[str, Any]) -> Codes:
     kinds = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")

@@ -148,6 +148,12 @@ class EngineOptimizers:
     def weights_replaced(self) -> None:
         """Refresh weights after all of them were replaced, by the same values on every rank, and tell the observers."""
         self.show_what_travels()
+        for known in self.piecewise:
+            # Of the class itself: the instance's is replaced by one that changes weights.
+            told = getattr(type(known.optimizer), "weights_replaced", None)
+            if told is not None:
+                known.operands.wait()
+                told(known.optimizer)
         for observer in self.observers:
             observer.weights_replaced()
 
