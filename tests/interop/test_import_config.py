@@ -127,6 +127,7 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
+        "sequence_parallel_size": 2,
         "gradient_clipping": 0.5,
         "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500},
         "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
@@ -140,6 +141,7 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
     migration = deepspeed(tmp_path, **theirs)
     config = migration.config()
     assert (config.strategy, config.global_batch_size, config.micro_batch_size) == ("zero3", 8, 2)
+    assert config.sequence_parallel == 2
     assert (config.lr, config.beta1, config.beta2, config.grad_clip) == (4e-4, 0.9, 0.98, 0.5)
     assert (config.warmup_steps, config.max_steps, config.min_lr) == (1, 4, 0.0)
     assert (config.loss_scale, config.loss_scale_interval, config.dtype) == (4096.0, 500, "float32")

@@ -136,6 +136,25 @@ def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
 
 
+def test_ranks_of_a_sequence_that_were_given_other_rows_are_told_so():
+    def cut(comm):
+        sequence = SequenceParallel.of(comm, 2)
+        with pytest.raises(
+            ValueError, match=r"the ranks of a sequence were given different rows; give all of them the"
+        ):
+            sequence.cut(torch.full((1, 4), comm.rank))
+        return int(sequence.cut(torch.full((1, 4), comm.rank // 2))[0][0, 0])
+
+    assert run_threads(cut, 4) == [0, 0, 1, 1]
+
+
+def test_a_loss_that_balances_experts_over_a_batch_is_refused():
+    model = OURS["llama"].build()
+    model.balances_experts = True
+    with pytest.raises(UserError, match=r"sequence_parallel: the loss of a Llama balances experts over all tokens"):
+        share_sequences(model, SequenceParallel(NullCommunicator(2)))
+
+
 def test_heads_of_keys_that_ranks_do_not_divide_are_copied():
     config = replace(OURS["llama"], n_head=6, n_kv_head=3, n_embd=36)
     assert_equal_to_one_process(partial(_built, partial(config.build, seed=1)), "plain", 2, 1)

@@ -217,6 +217,7 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     "train_batch_size": (COUNT, "global_batch_size"),
     "train_micro_batch_size_per_gpu": (COUNT, "micro_batch_size"),
     "gradient_accumulation_steps": (COUNT, _accumulation),
+    "sequence_parallel_size": (COUNT, "sequence_parallel"),
     "gradient_clipping": (NUMBER, lambda value, _: ({"grad_clip": value}, _CLIPPING)),
     "steps_per_print": (COUNT, "log_interval"),
     "bf16.enabled": (SWITCH, lambda value, _: {"dtype": "bfloat16"} if value else {}),

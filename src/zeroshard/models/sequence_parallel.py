@@ -30,10 +30,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
+from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
 from zeroshard.uncompiled import uncompiled
 
@@ -55,7 +57,7 @@ class SequenceParallel:
     def __init__(self, comm: Communicator, world: Communicator | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.world_size
         self.world = comm if world is None else world
-        self.is_paused = False
+        self.is_paused = self._has_same_rows = False
         self._around = uncompiled(self._exchanging)
 
     @classmethod
@@ -84,10 +86,19 @@ class SequenceParallel:
         """This rank's part of whole rows: [B, T, ...] -> [B, T / N, ...] of each.
 
         Cut targets, not tokens of which targets are made: the last token of a part has the next part's first as target.
+        Every rank of a sequence gives the same rows, which the first call checks, collectively.
 
         Raises:
             UserError: T is no multiple of N.
+            ValueError: the first tensor has other values on another rank: a sampler gave each its own rows, for one.
         """
+        if not self._has_same_rows and not isinstance(tensors[0], FakeTensor) and not tensors[0].is_meta:
+            rows = tensors[0].detach().cpu().contiguous()
+            digest = int.from_bytes(digest_of(rows.view(-1).view(torch.uint8).numpy().tobytes()))
+            if len(set(by_rank(self.comm, digest))) > 1:
+                what = "the ranks of a sequence were given different rows"
+                raise ValueError(f"{what}; give all of them the same: a sampler has a replica for each group of ranks")
+            self._has_same_rows = True
         return tuple(part_of(each, self.rank, self.size) for each in tensors)
 
     def gather(self, part_Bt: Tensor) -> Tensor:
