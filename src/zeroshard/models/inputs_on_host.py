@@ -156,9 +156,10 @@ class BlockInput:
         """Begin to copy it up, unless it is there."""
         if self._here is not None or self._fetched is not None:
             return
-        # allocated by the stream that will use it and free it; the copy waits for what that stream has queued so far
+        # allocated by the stream that will use it and free it; the copy waits for what that stream has queued so far,
+        # and so for the copy down, for which `leave` has made that stream wait
         x = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
-        with self._streams.on("copy_in", self._streams.mark(), self._copied), torch.no_grad():
+        with self._streams.on("copy_in", self._streams.mark()), torch.no_grad():
             if self._slot is not None:
                 x.copy_(self._on_host(self._slot), non_blocking=True)
             self._copied = self._streams.mark()
@@ -197,7 +198,8 @@ class BlockInput:
         self._is_changed = self._is_changed or version_of(x) != self._version
 
     def __del__(self) -> None:
-        if self._here is not None or self._fetched is not None:  # freed on this stream; a copy may still use it
+        is_here = self._here is not None or self._fetched is not None
+        if is_here and self._copied is not None:  # freed on this stream; a copy may still use it
             self._streams.wait(self._copied)
         if self._slot is not None:
             slab, all_bytes, _ = self._slot
