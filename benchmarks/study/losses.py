@@ -29,7 +29,6 @@ from zeroshard.lab.report import png
 from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
 
 MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384", "--seq-len", "64"]
-ROWS = 4  # sequences of a step, all ranks together
 TOGETHER = 0.2  # of the steps, those before the first local one, where replicas begin together
 
 
@@ -101,7 +100,9 @@ def first_of(choices: dict[str, Choice], name: str) -> str:
     return next(each for each in choices if each.split("-")[0] == name.split("-")[0])
 
 
-def trained(choices: dict[str, Choice], text: str, folder: Path, name: str, seed: int, steps: int) -> dict[str, Any]:
+def trained(
+    choices: dict[str, Choice], text: str, folder: Path, name: str, seed: int, steps: int, rows: int
+) -> dict[str, Any]:
     """The losses of a run, which is made, or gone on with, if it is not complete yet."""
     choice, out = choices[name], folder / f"{name}-seed{seed}"
     on_text = ["--data", "text", "--data.path", text, "--data.dir", str(folder / "data")]
@@ -109,25 +110,25 @@ def trained(choices: dict[str, Choice], text: str, folder: Path, name: str, seed
     if choice.together:
         parts.insert(0, (choices[first_of(choices, name)], round(TOGETHER * steps)))
     if choice.tuned:
-        before = folder / f"pretrained-seed{seed}"
+        before = folder / "pretrained"
         library = ["--data", "python-stdlib", "--data.dir", str(folder / "library")]
-        _train(library, before, Choice(1, ()), seed, steps, steps)
+        _train(library, before, Choice(1, ()), 0, steps, steps, rows)
         on_text += ["--init-from", str(before)]
         parts = [(choice, steps // 4)]
     for each, last in parts:
-        _train(on_text, out, each, seed, last, last if choice.tuned else steps)
+        _train(on_text, out, each, seed, last, last if choice.tuned else steps, rows)
     return {"choice": name, "seed": seed, "val_loss": _evals(out)[-1][1], "curve": _evals(out)}
 
 
-def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, steps: int) -> None:
+def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, steps: int, rows: int) -> None:
     """Train to step ``last`` by the schedule of a run of ``steps``, unless that has been done."""
     evals = _evals(out)
     if evals and evals[-1][0] >= last:
         return
     words = [*data, "--out", str(out), *MODEL]
     words += ["--max-steps", str(last), "--decay-steps", str(steps), "--warmup-steps", str(steps // 20)]
-    words += ["--seed", str(seed), "--nproc", str(choice.num_ranks), "--global-batch-size", str(ROWS)]
-    words += ["--micro-batch-size", str(ROWS // choice.num_ranks), "--eval-interval", str(steps // 10)]
+    words += ["--seed", str(seed), "--nproc", str(choice.num_ranks), "--global-batch-size", str(rows)]
+    words += ["--micro-batch-size", str(rows // choice.num_ranks), "--eval-interval", str(steps // 5)]
     words += ["--eval-rows", "128", "--checkpoint-interval", str(max(steps // 8, 1)), "--keep-checkpoints", "1"]
     words += ["--resume", "auto", "--comm", "shm", *choice.flags]
     done = subprocess.run([sys.executable, "-m", "zeroshard", "train", *words], capture_output=True, text=True)
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows; all, if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=4, help="sequences of 64 bytes of a step, all ranks together")
     parser.add_argument("--figure", type=Path, help="draw curves of validation losses here, a PNG")
     arguments = parser.parse_args()
     choices = STUDIES[arguments.study]
@@ -191,7 +193,7 @@ def main() -> None:
     found = []
     for seed in arguments.seeds:
         for name in names:
-            found.append(trained(choices, arguments.text, arguments.out, name, seed, arguments.steps))
+            found.append(trained(choices, arguments.text, arguments.out, name, seed, arguments.steps, arguments.rows))
             (arguments.out / "losses.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(f"seed {seed}  {name}  {found[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
     print(table(choices, found))
