@@ -31,6 +31,7 @@ inline float float_of(uint32_t bits) {
 }
 
 inline float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }  // to an integer, halves to even: |x| < 2^22
+inline float clamped(float x, float least, float most) { return x < least ? least : x > most ? most : x; }  // NaN stays
 
 struct Bf16 {
   uint16_t bits;
@@ -52,7 +53,8 @@ struct Settings {
 template <bool kCorrects, class Param, class Grad>
 __attribute__((noinline)) void update(Param* __restrict param, const Grad* __restrict grad, int8_t* __restrict m_codes,
                                       float* __restrict m_scale, int8_t* __restrict r_codes, float* __restrict r_scale,
-                                      int8_t* __restrict correction, int64_t width, const Settings s) {
+                                      int8_t* __restrict correction, const float* __restrict noise,
+                                      int64_t width, const Settings s) {
   constexpr float kFromSigned = float(1 / kSigned), kFromUnsigned = float(1 / kUnsigned);
   alignas(64) float ms[kMostBlock], rs[kMostBlock], ps[kCorrects ? kMostBlock : 1];
   if constexpr (kCorrects) {
@@ -95,26 +97,28 @@ __attribute__((noinline)) void update(Param* __restrict param, const Grad* __res
   *r_scale = r_next;
   for (int64_t i = 0; i < width; ++i) {
     m_codes[i] = int8_t(int32_t(rounded(ms[i] / (std::fabs(ms[i]) + m_next) * float(kSigned))));
-    const float level = rounded(rs[i] / (rs[i] + r_next) * float(kUnsigned)) - 129.0f;
-    r_codes[i] = int8_t(int32_t(level < -128.0f ? -128.0f : level));
+    const float level = std::floor(rs[i] / (rs[i] + r_next) * float(kUnsigned) + noise[i]);
+    r_codes[i] = int8_t(int32_t(clamped(level - 129.0f, -128.0f, 127.0f)));
   }
 }
 
 // A row of the table: addresses, then numbers.
 struct Piece {
-  int64_t param, grad, m_codes, m_scales, r_codes, r_scales, correction, numel, block, kind;
+  int64_t param, grad, m_codes, m_scales, r_codes, r_scales, correction, noise, numel, block, kind;
 };
 
 enum Kind : int64_t { kF32F32, kF32Bf16, kBf16F32, kBf16Bf16 };  // dtypes of parameter and gradient
 
 template <bool kCorrects, class Param, class Grad>
 void update_blocks(const Piece& piece, const Settings& s, int64_t first, int64_t last) {
+  const float* noise = reinterpret_cast<const float*>(piece.noise);  // the same in each block
   for (int64_t block = first; block < last; ++block) {
     const int64_t start = block * piece.block, left = piece.numel - start;
     update<kCorrects>(reinterpret_cast<Param*>(piece.param) + start, reinterpret_cast<const Grad*>(piece.grad) + start,
                       reinterpret_cast<int8_t*>(piece.m_codes) + start, reinterpret_cast<float*>(piece.m_scales) + block,
                       reinterpret_cast<int8_t*>(piece.r_codes) + start, reinterpret_cast<float*>(piece.r_scales) + block,
-                      reinterpret_cast<int8_t*>(piece.correction) + start, left < piece.block ? left : piece.block, s);
+                      reinterpret_cast<int8_t*>(piece.correction) + start, noise,
+                      left < piece.block ? left : piece.block, s);
   }
 }
 

@@ -4,7 +4,7 @@
     m = beta1 m + (1 - beta1) g
     r = sqrt(beta2 r^2 + (1 - beta2) g^2)
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (r / sqrt(1 - beta2^t) + eps)
-    m codes, r codes = encode(m), encode(r)
+    m codes, r codes = encode(m), encode(r)     (r: up or down at random, see `block_noise`)
 
 A state takes one byte an element and one fp32 scale a block. The code is companded by the function that
 ``y = (1 + K) x / (x + K)`` is, for ``x`` in [0, 1] of the block's largest absolute value and K = 1/16: FlashOptim
@@ -35,6 +35,7 @@ from torch import Tensor
 from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw import SERVED, AdamWOptions
 from zeroshard.kernels.adamw8bit_kernels import KNEE, launch
+from zeroshard.kernels.block_noise import block_noise
 from zeroshard.kernels.cpu_loops import PLAIN
 from zeroshard.kernels.dispatch import Backend, Choice, asked_for, choose
 from zeroshard.kernels.launch import device_of
@@ -64,12 +65,18 @@ def encode_signed(values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor
     codes.copy_(values.div_(scratch).mul_(_SIGNED).round_())
 
 
-def encode_unsigned(values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor) -> None:
-    """Encode ``values [blocks, block]`` >= 0 as ``codes`` (int8): none decodes to zero. See `encode_signed`."""
+def encode_unsigned(
+    values: Tensor, codes: Tensor, scales: Tensor, scratch: Tensor, noise: Tensor | float = 0.5
+) -> None:
+    """Encode ``values [blocks, block]`` >= 0 as ``codes`` (int8): none decodes to zero. See `encode_signed`.
+
+    ``noise``: what is added before a code is rounded down, from 0 to below 1, ``[block]``; 0.5: to the nearest.
+    """
     _scale(values, scales)
     torch.add(values, scales[:, None], out=scratch)
-    levels = torch.div(values, scratch, out=scratch).mul_(_UNSIGNED).round_()
-    codes.copy_(levels.sub_(129).clamp_(-128))  # from -128 on: a conversion to int8 is vectorised, one to uint8 is not
+    levels = torch.div(values, scratch, out=scratch).mul_(_UNSIGNED).add_(noise).floor_()
+    # from -128 on: a conversion to int8 is vectorised, one to uint8 is not
+    codes.copy_(levels.sub_(129).clamp_(-128, 127))
 
 
 def _scale(magnitudes: Tensor, scales: Tensor) -> None:
@@ -140,14 +147,15 @@ def adamw8bit_reference(
             two_d = [each[first:last].view(-1, width) for each in codes]
             correction = None if states.correction is None else states.correction.view(-1)[first:last].view(-1, width)
             part = Codes(two_d[0], states.m_scales[own], two_d[1], states.r_scales[own], correction)
-            _update(flat[first:last].view(-1, width), grads[first:last].view(-1, width), part, step, options)
+            _update(flat[first:last].view(-1, width), grads[first:last].view(-1, width), part, step, options, block)
 
 
-def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: AdamWOptions) -> None:
-    """As `adamw8bit_reference`, of ``[blocks, block]``."""
+def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: AdamWOptions, block: int) -> None:
+    """As `adamw8bit_reference`, of ``[blocks, block]``, or of the one shorter block at a piece's end."""
     beta1, beta2 = options.beta1, options.beta2
     root = sqrt(1 - beta2**step)
     grad = grad.float()
+    noise = torch.tensor(block_noise(step, block)[: param.shape[1]], device=param.device)
     m, r, scratch = torch.empty((3, *param.shape), dtype=torch.float32, device=param.device)
     decode_signed(states.m, states.m_scales, m, scratch)
     m.mul_(beta1).add_(torch.mul(grad, 1 - beta1, out=scratch))
@@ -165,7 +173,7 @@ def _update(param: Tensor, grad: Tensor, states: Codes, step: int, options: Adam
     else:
         param.copy_(param.float().mul_(1 - options.lr * options.weight_decay).sub_(scratch))
     encode_signed(m, states.m, states.m_scales, scratch)
-    encode_unsigned(r, states.r, states.r_scales, scratch)
+    encode_unsigned(r, states.r, states.r_scales, scratch, noise)
 
 
 # ---------------------------------------------------------------------------------------------------- launchers
@@ -204,10 +212,11 @@ def _numbers(pieces: Sequence[_Piece], options: AdamWOptions) -> np.ndarray:
 
 
 def _loop(library: ctypes.CDLL, pieces: Sequence[_Piece], options: AdamWOptions, block: int) -> None:
+    noises = [block_noise(piece.step, block) for piece in pieces]
     rows = [
         [0 if tensor is None else tensor.data_ptr() for tensor in piece.tensors]
-        + [piece.param.numel(), block, _KINDS[piece.param.dtype, piece.grad.dtype]]
-        for piece in pieces
+        + [noise.ctypes.data, piece.param.numel(), block, _KINDS[piece.param.dtype, piece.grad.dtype]]
+        for piece, noise in zip(pieces, noises, strict=True)
     ]
     table, numbers = np.array(rows, dtype=np.int64), _numbers(pieces, options)
     num_threads = min(torch.get_num_threads(), 1 + sum(piece.param.numel() for piece in pieces) // NUMEL_OF_THREAD)
@@ -265,7 +274,8 @@ def adamw8bit(
             continue
         if backend == "triton":
             with device_of(pieces[0].param):
-                launch([piece.tensors for piece in pieces], _numbers(pieces, options), block)
+                tensors, steps_ = [piece.tensors for piece in pieces], [piece.step for piece in pieces]
+                launch(tensors, steps_, _numbers(pieces, options), block)
         elif (library := cpu_loops.loop(LOOP)) is not None:
             _loop(library, pieces, options, block)
         torch.autograd.graph.increment_version([piece.param for piece in pieces])  # as PyTorch's operations do

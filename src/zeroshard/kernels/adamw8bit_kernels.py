@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.kernels.block_noise import block_noise
 from zeroshard.kernels.launch import jit, tl
 
 KNEE = 0.0625  # K of the companding function
@@ -35,14 +36,15 @@ def _rounded(x):
 
 @jit
 def _adamw8bit_kernel(
-    table_ptr, programs_ptr, numbers_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, IS_BF16: tl.constexpr,
+    table_ptr, programs_ptr, numbers_ptr, noise_ptr, PARAM: tl.constexpr, GRAD: tl.constexpr, IS_BF16: tl.constexpr,
     CORRECTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KNEE: tl.constexpr, FROM_SIGNED: tl.constexpr,
     SIGNED: tl.constexpr, FROM_UNSIGNED: tl.constexpr, UNSIGNED: tl.constexpr,
 ):  # fmt: skip
     piece = tl.load(programs_ptr + 2 * tl.program_id(0))
     rows = tl.load(programs_ptr + 2 * tl.program_id(0) + 1) + tl.arange(0, ROWS)
-    # A row of the table: addresses of parameter, gradient, codes and scales of m and of r, correction; the size.
-    table_ptr += piece * 8
+    # A row of the table: addresses of parameter, gradient, codes and scales of m and of r, correction; the size,
+    # and which row of the noise.
+    table_ptr += piece * 9
     param_ptr = tl.load(table_ptr).to(tl.pointer_type(PARAM))
     grad_ptr = tl.load(table_ptr + 1).to(tl.pointer_type(GRAD))
     m_ptr = tl.load(table_ptr + 2).to(tl.pointer_type(tl.int8))
@@ -89,8 +91,9 @@ def _adamw8bit_kernel(
     tl.store(m_ptr + offsets, codes.to(tl.int32).to(tl.int8), mask=mask)
     scale = _next_scale(r, KNEE)
     tl.store(r_scales_ptr + rows, scale, mask=is_block)
-    levels = _rounded(tl.div_rn(r, r + scale[:, None]) * UNSIGNED) - 129.0
-    levels = tl.where(levels < -128.0, -128.0, levels)
+    noise = tl.load(noise_ptr + tl.load(table_ptr + 8) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    levels = tl.floor(tl.div_rn(r, r + scale[:, None]) * UNSIGNED + noise) - 129.0
+    levels = tl.where(levels < -128.0, -128.0, tl.where(levels > 127.0, 127.0, levels))
     tl.store(r_ptr + offsets, levels.to(tl.int32).to(tl.int8), mask=mask)
 
 
@@ -102,11 +105,12 @@ def dtypes() -> dict[torch.dtype, object]:
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def launch(rows: Sequence[Sequence[Tensor | None]], numbers: np.ndarray, block: int) -> None:
+def launch(rows: Sequence[Sequence[Tensor | None]], steps: Sequence[int], numbers: np.ndarray, block: int) -> None:
     """Update pieces of one dtype, with gradients of one dtype, on the current device, which is theirs.
 
     Args:
         rows: parameter, gradient, and what `zeroshard.kernels.adamw8bit.Codes` has, of each piece.
+        steps: the number of this update of each piece.
         numbers: fp32 [pieces, 7]: beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, decay.
         block: elements of a block.
     """
@@ -122,10 +126,12 @@ def launch(rows: Sequence[Sequence[Tensor | None]], numbers: np.ndarray, block: 
     programs[:, 0] = np.repeat(np.arange(len(rows)), counts)
     programs[:, 1] = np.concatenate([np.arange(count) for count in counts]) * per_program
     addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
-    table = np.array([[*each, numel] for each, numel in zip(addresses, numels, strict=True)], dtype=np.int64)
+    row_of = {step: row for row, step in enumerate(dict.fromkeys(steps))}
+    noise = np.stack([block_noise(step, block) for step in row_of])
+    table = [[*each, numel, row_of[step]] for each, numel, step in zip(addresses, numels, steps, strict=True)]
     kinds, is_bf16 = dtypes(), param.dtype == torch.bfloat16
     _adamw8bit_kernel[(len(programs),)](
-        _to_device(table, param.device), _to_device(programs, param.device), _to_device(numbers, param.device),
+        *(_to_device(array, param.device) for array in (np.array(table, dtype=np.int64), programs, numbers, noise)),
         PARAM=tl.int16 if is_bf16 else kinds[param.dtype], GRAD=kinds[grad.dtype], IS_BF16=is_bf16,
         CORRECTS=correction is not None, BLOCK=block, ROWS=per_program, KNEE=KNEE, FROM_SIGNED=FROM_SIGNED,
         SIGNED=SIGNED, FROM_UNSIGNED=FROM_UNSIGNED, UNSIGNED=UNSIGNED,
