@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import no_class
+from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
 

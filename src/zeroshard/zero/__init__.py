@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from zeroshard.local_steps.settings import LocalSteps as LocalSteps
     from zeroshard.named_shards import NamedShard as NamedShard
     from zeroshard.named_shards import ShardReader as ShardReader
+    from zeroshard.optimizer_classes.requirements import OptimizerKind as OptimizerKind
+    from zeroshard.optimizer_classes.requirements import Reach as Reach
+    from zeroshard.optimizer_classes.requirements import classify as classify
     from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.buffers.flat_layout import FlatLayout as FlatLayout
     from zeroshard.zero.buffers.initial import loaded_later as loaded_later
@@ -31,8 +34,5 @@ if TYPE_CHECKING:
     from zeroshard.zero.offload.settings import Offload as Offload
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
-    from zeroshard.zero.whole_tensors.requirements import OptimizerKind as OptimizerKind
-    from zeroshard.zero.whole_tensors.requirements import Reach as Reach
-    from zeroshard.zero.whole_tensors.requirements import classify as classify
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -183,7 +183,7 @@ class Zero(Engine):
         whole tensors, such as `torch.optim.Muon`, the parameters move to a layout in which each tensor lies on one
         rank. That is collective, and must happen before the first step of another optimizer of the same units. What a
         class needs is looked up in a table for torch's own classes, declared by the class (``zero_reach``), or else
-        found by a probe on tiny tensors (`zeroshard.zero.whole_tensors.requirements`).
+        found by a probe on tiny tensors (`zeroshard.optimizer_classes.requirements`).
 
         Args:
             optimizer_cls: the class.

@@ -11,8 +11,8 @@ from torch import nn
 import zeroshard
 from zeroshard import MixedPrecision, Zero
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.exact_sum import ExactGradientSum
 from zeroshard.optim import MuonAdamW, muon_groups
-from zeroshard.zero.transport.exact_sums import ExactGradientSum
 
 MICRO_BATCHES = 8
 STEPS = 3

@@ -25,6 +25,7 @@ from zeroshard.comm import CONTROL, Groups, ReduceOp, current_label
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.comm.streams import Lane, Mark, NoStreams
+from zeroshard.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
@@ -43,7 +44,7 @@ from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.transport.exact_sums import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactReducer
+from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.members import ALL
 
 

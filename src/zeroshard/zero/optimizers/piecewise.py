@@ -29,7 +29,7 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.operands import StateFormat, Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
-from zeroshard.zero.whole_tensors.requirements import needed_blocks
+from zeroshard.zero.whole_tensors.layout import needed_blocks
 
 
 class StepListener(Protocol):

@@ -17,16 +17,21 @@ bytes of a reduce-scatter of the same buffer, and fewer than a reduce-scatter of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard import rules
 from zeroshard.comm import Communicator, Work
-from zeroshard.zero.buffers.flat_layout import FlatLayout
+from zeroshard.optimizer_classes.reach import Reach
+from zeroshard.optimizer_classes.requirements import classify
+from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
 from zeroshard.zero.core.layout import ALIGNMENT, Piece, Slot
 
@@ -222,3 +227,21 @@ class _Kept:
         if self._part.numel() and self._target.data_ptr() != self._part.data_ptr():
             self._target.copy_(self._part)
         self._part = self._target
+
+
+def needed_blocks(
+    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
+) -> dict[nn.Parameter, int]:
+    """Return those of a group's parameters that may not be cut anywhere, all or none, with the elements of a block.
+
+    Blocks are counted from a parameter's first element; `WHOLE`: the tensor must be whole, on the rank that owns it.
+    Arguments and errors are those of `classify`; ValueError too if the class works in no layout.
+    """
+    chosen = group["params"]
+    device = chosen[0].device if chosen else torch.device("cpu")
+    kind = classify(optimizer_cls, kwargs, group, device)
+    if kind.refused:
+        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
+    if kind.reach is Reach.ELEMENT_WISE:
+        return {}
+    return dict.fromkeys(chosen, WHOLE if kind.reach is Reach.PER_TENSOR else kind.block)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.optimizer_classes.reach import OF_TORCH
+from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.reach_probe import answers
 from zeroshard.reach_probe.probe import probe
 from zeroshard.zero import OptimizerKind, Zero
-from zeroshard.zero.whole_tensors.requirements import Reach, classify
 
 SETTINGS = [
     ("SGD", {"lr": torch.tensor(0.1), "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),

@@ -21,11 +21,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.reach import OF_TORCH, OptimizerKind, Reach, declared
-from zeroshard.zero.buffers.flat_layout import WHOLE
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
 
@@ -60,24 +59,5 @@ def classify(
         return own
     if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return OF_TORCH[optimizer_cls]
-    from zeroshard.reach_probe.answers import found_by_probe  # found late: few classes need the experiment
-
+    found_by_probe = loaded("zeroshard.reach_probe.answers", "found_by_probe")  # late: few classes need the experiment
     return found_by_probe(optimizer_cls, settings, options, device)
-
-
-def needed_blocks(
-    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
-) -> dict[nn.Parameter, int]:
-    """Return those of a group's parameters that may not be cut anywhere, all or none, with the elements of a block.
-
-    Blocks are counted from a parameter's first element; `WHOLE`: the tensor must be whole, on the rank that owns it.
-    Arguments and errors are those of `classify`; ValueError too if the class works in no layout.
-    """
-    chosen = group["params"]
-    device = chosen[0].device if chosen else torch.device("cpu")
-    kind = classify(optimizer_cls, kwargs, group, device)
-    if kind.refused:
-        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
-    if kind.reach is Reach.ELEMENT_WISE:
-        return {}
-    return dict.fromkeys(chosen, WHOLE if kind.reach is Reach.PER_TENSOR else kind.block)
