@@ -148,6 +148,16 @@ def test_bytes_of_all_to_alls_are_planned_exactly(tiny_config, tmp_path, world, 
     assert sent["number"]["predicted"] == sent["number"]["measured"]
 
 
+def test_all_to_alls_of_a_model_of_transformers_are_planned_exactly(text_model, examples_config):  # noqa: F811
+    changes = {"model": {"name": f"hf:{text_model}"}, "eval_interval": 0, "max_steps": 4, "plan": {"enforce": True}}
+    config = examples_config(2, True, "planned", **changes)
+    run_threads(lambda comm: train_on(comm, config, predict=predict), 2)
+    plan = summary_of(config.out)["plan"]
+    assert (plan["num_checked"], plan["num_broken"]) == (3, 0), plan["difference"]
+    sent = plan["messages"]["all_to_all"]["bytes"]
+    assert sent["predicted"] == sent["measured"] > 0
+
+
 def test_replicas_that_take_local_steps_share_sequences_inside(tiny_config, tmp_path):
     local = {"every": 2, "outer_lr": 0.7}
     wanted = trained(tiny_config(**shares(1, shard_size=1, strategy="zero1", local_steps=local)), 2)
