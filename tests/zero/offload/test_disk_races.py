@@ -1,0 +1,241 @@
+"""Slots, extents of the file and masters are ordered by what threads wait for: no race, and races are seen.
+
+The threads that update and that copy are lanes (`lanes`), and all memory is of the host. A view of the file and a copy
+between file and slot touch the same bytes of the file, wherever they are mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+import hazards
+from hazards import Hazard, HazardDevice
+from nets import Net, rows
+from zero.offload.lanes import Lanes
+from zeroshard.comm import NullCommunicator
+from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
+from zeroshard.zero.offload import disk, grad_slots, host_params, on_disk, placement
+
+
+class Host(HazardDevice):
+    """Memory of the host and of one file; whoever acts now is `host`."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.file, self.slots, self.extents = hazards._Memory("", Counter()), [], []
+        pages, add, read, write = disk._pages, disk.DiskStates._add, disk._read, disk._write
+        new = grad_slots.GradSlots._new
+
+        def made(num_bytes):
+            memory = pages(num_bytes)  # kept, so that no other lies at its address
+            self.slots.append((_address(memory), len(memory), hazards._Memory("", Counter()), memory))
+            return memory
+
+        def added(states, *args, **kwargs):
+            extent, there = add(states, *args, **kwargs)
+            self.extents.append((_address(there), extent.num_bytes, extent.start))
+            return extent, there
+
+        def slot(slots, num_bytes, device):
+            memory = new(slots, num_bytes, device)
+            self.slots.append((memory.data_ptr(), len(memory), hazards._Memory("", Counter()), memory))
+            return memory
+
+        def reads(file, path, into, at):
+            self.touch("read", [(self.file, (at, at + len(into)))], [self.at(_address(into), len(into))])
+            read(file, path, into, at)
+
+        def writes(file, path, data, at):
+            self.touch("write", [self.at(_address(data), len(data))], [(self.file, (at, at + len(data)))])
+            write(file, path, data, at)
+
+        monkeypatch.setattr(disk, "_pages", made)
+        monkeypatch.setattr(grad_slots.GradSlots, "_new", slot)
+        monkeypatch.setattr(disk.DiskStates, "_add", added)
+        monkeypatch.setattr(disk, "_read", reads)
+        monkeypatch.setattr(disk, "_write", writes)
+
+    def at(self, address, num_bytes):
+        """The memory at an address, and which bytes of it."""
+        for start, size, memory, _ in self.slots:
+            if start <= address < start + size:
+                return memory, (address - start, address - start + num_bytes)
+        for start, size, place in reversed(self.extents):  # an address may have been that of another mapping before
+            if start <= address < start + size:
+                return self.file, (address - start + place, address - start + place + num_bytes)
+        return None
+
+    def touch(self, what, reads, writes):
+        """One operation of who acts now."""
+        now = self.host.tick()
+        found = [(each, writing) for touched, writing in ((reads, False), (writes, True)) for each in touched if each]
+        new = [(memory, hazards._Access(self.host.name, now, what, span, writing)) for (memory, span), writing in found]
+        for memory, access in new:
+            self._check(memory, self.host, access)
+        for memory, access in new:
+            memory.add(access)
+
+    def access(self, stream, what, reads=(), writes=()):
+        def of(tensors):
+            return [self.at(t.data_ptr(), hazards._span(t)[1] - hazards._span(t)[0]) or self.plain(t) for t in tensors]
+
+        self.touch(what, of(reads), of(writes))
+
+    def plain(self, tensor):
+        """Memory of torch's own."""
+        return self._of(tensor), hazards._span(tensor)
+
+    def _taken(self):
+        return hazards._Memory("", Counter())  # the host's allocator orders those who free and those who take
+
+
+def _address(memory):
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+
+
+PLACES = {
+    "host": Offload(),
+    "disk": Offload("disk", "disk", path="states"),
+    "all on disk": Offload("disk", "disk", "disk", path="states"),
+}
+
+
+def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, plant=None, without=()):
+    """Train some steps; return how often each function has waited for what was not over. ``without``: these do not."""
+    host, sites = Host(monkeypatch), Counter()
+    lanes = Lanes(host)
+    join = lanes.join
+
+    def joined(clock):
+        frame = sys._getframe(1)
+        while "zeroshard/zero/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        site = frame.f_code.co_qualname
+        if not all(lane_time <= host.host.clock[name] for name, lane_time in clock.items()):
+            sites[site] += 1
+        if site not in without:
+            join(clock)
+
+    lanes.join = joined
+    lanes.patch(monkeypatch, placement)
+    monkeypatch.setattr(disk, "ThreadPoolExecutor", lambda num_threads, **_: lanes.pool(num_threads))
+    for module in (disk, grad_slots):
+        monkeypatch.setattr(module, "wait", lanes.wait)
+    if plant is not None:
+        plant(monkeypatch)
+    net = Net(4)
+    with host:
+        precision = MixedPrecision(torch.bfloat16 if bfloat16 else None)
+        comm = NullCommunicator(1 if around == "restage" else 2)  # whose ranks answer nothing
+        zero = Zero(net, stage, units=list(net.blocks), comm=comm, precision=precision, offload=PLACES[place])
+        host.watch(zero)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(4):
+            for micro in range(num_micro):
+                with zero.micro_batch(last=micro == num_micro - 1):
+                    net(rows(0, step)).float().square().mean().backward()
+            zero.clip_grad_norm_(0.05)
+            if around != "skipped" or step != 2:
+                optim.step()
+            optim.zero_grad()
+            if around == "restage" and step == 1:
+                zero.restage((stage + 1) % 4)
+            if step % 2:  # a checkpoint
+                for shard in zero.named_shards():
+                    shard.tensor.clone()
+    return sites
+
+
+@pytest.mark.parametrize("around", ["", "skipped", "restage"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.pairwise
+def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro, around, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    _train(monkeypatch, stage, place, num_micro, around)
+
+
+# Functions that wait; those in a line are each other's second line. `_give_up` waits for a unit that a load has given
+# further states after it was read ahead, which is no part of this schedule.
+WAITS = [
+    {"HostParams.master"},
+    {"Executor.drain"},
+    {"DiskStates._finish_reading"},
+    {"DiskStates._finish_writing"},
+    {"DiskStates._begin_reading"},
+    {"GradSlots._free_slot", "Landing.synchronize"},
+]
+OTHERS = {"DiskStates._give_up"}
+
+
+@pytest.mark.parametrize("removed", WAITS, ids=lambda removed: " and ".join(sorted(removed)))
+def test_each_wait_that_is_removed_is_seen(removed, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((Hazard, RuntimeError), match="does not wait for"):
+        _train(monkeypatch, 0, "all on disk", without=removed)
+
+
+def test_these_are_all_the_waits(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = set()
+    for place in PLACES:
+        for stage in STAGES:
+            with monkeypatch.context() as patches:
+                found |= set(_train(patches, stage, place))
+    assert found - OTHERS == set().union(*WAITS)
+
+
+def _slot_used_while_it_is_written(monkeypatch):
+    free_slot = disk.DiskStates._free_slot
+
+    def taken(self, unit):
+        with monkeypatch.context() as careless:
+            careless.setattr(disk.DiskStates, "_finish_writing", lambda self, slot: None)
+            return free_slot(self, unit)
+
+    monkeypatch.setattr(disk.DiskStates, "_free_slot", taken)
+
+
+def _read_before_it_is_written(monkeypatch):
+    monkeypatch.setattr(on_disk.UnitOnDisk, "wait", lambda self: None)
+    monkeypatch.setattr(disk.DiskStates, "_finish_writing", lambda self, slot: None)
+
+
+def _gathered_before_the_update(monkeypatch):
+    own = host_params.HostParams.master
+    monkeypatch.setattr(host_params.HostParams, "master", property(lambda self: self._master, own.fset))
+
+
+def _saved_in_mid_update(monkeypatch):
+    named_shards = Zero.named_shards
+
+    def saved(self):
+        with monkeypatch.context() as careless:
+            careless.setattr(placement.Update, "wait", lambda self: None)
+            yield from list(named_shards(self))
+
+    monkeypatch.setattr(Zero, "named_shards", saved)
+
+
+PLANTED = {
+    "a slot is used again before its write is done": ("disk", _slot_used_while_it_is_written),
+    "an extent is read before it is written": ("disk", _read_before_it_is_written),
+    "weights are gathered before the update has cast them": ("disk", _gathered_before_the_update),
+    "weights are gathered before they are updated": ("host", _gathered_before_the_update),
+    "a checkpoint is taken in mid-update": ("host", _saved_in_mid_update),
+    "a checkpoint of the file is taken in mid-update": ("disk", _saved_in_mid_update),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_seen(what, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    place, plant = PLANTED[what]
+    with pytest.raises((Hazard, RuntimeError), match="does not wait for"):
+        _train(monkeypatch, 2, place, plant=plant)
