@@ -28,6 +28,15 @@ def _states(model, stage, world_size, precision, optimizer=ADAMW):
     return state_bytes(buffers, STAGES[stage], 0, optimizer, precision, device_type="cuda")
 
 
+@pytest.mark.parametrize(("name", "master", "measured"), [("AdamW8bit", 4, 1.3), ("FlashAdamW", 2, 1.5)])
+def test_an_update_of_codes_takes_longer_on_a_cpu_than_its_bytes_and_than_adamw_s(name, master, measured):
+    """`benchmarks/claims/low_bit_step.py` measures the ratio."""
+    codes = OPTIMIZER_STATES[name]
+    ours = (3 * master + codes.step_bytes(master)) * codes.cpu_factor
+    assert ours / (3 * 4 + ADAMW.step_bytes(4)) == pytest.approx(measured, rel=0.05)
+    assert ADAMW.cpu_factor == 1
+
+
 def test_sixteen_bytes_a_parameter():
     """Weights and gradients in 16 bits, and in 32 bits master, mean and mean square: 2 + 2 + 4 + 4 + 4.
 

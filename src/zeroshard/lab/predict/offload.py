@@ -193,7 +193,7 @@ def unit_times(
         layout, master = buffer.layout, buffer.dtype.itemsize
         numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
         reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
-        update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
+        update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master)) * optimizer.cpu_factor
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
             before_s,

@@ -270,6 +270,7 @@ def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Sett
         num_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
         if reduced != master:  # a wide copy is written, and read
             num_bytes += numel * 2 * master
+        num_bytes *= optimizer.cpu_factor if settings.device_type == "cpu" else 1
         yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype)),))
 
 
