@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UserError, shown
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.torch_internals import storage_id
 
 KERNELS = ("sdpa", "eager")  # of `transformers`, which see no ranks
 PREFIX = "zeroshard_"
@@ -39,11 +40,16 @@ class _Forward:
     def whole(self, part_Bt: Tensor) -> Tensor:
         """Whole rows [B, T]; the ranks are asked once for each tensor."""
         for known, found in self._whole:
-            if known.data_ptr() == part_Bt.data_ptr() and known.shape == part_Bt.shape:
+            # views of one tensor, since `transformers` expands positions anew for each mask
+            if _place(known) == _place(part_Bt):
                 return found
         found = self.sequence.gather(part_Bt)
         self._whole.append((part_Bt, found))
         return found
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape
 
 
 _forward: ContextVar[_Forward | None] = ContextVar("zeroshard_forward", default=None)
