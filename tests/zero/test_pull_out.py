@@ -19,7 +19,14 @@ PACKAGE = Path(zeroshard.__file__).parent
 # what the core imports outside of zero/; then what conftest.py does
 BELOW_THE_CORE = ["comm", "errors.py", "rules.py", "stopwatch.py", "torch_internals.py", "uncompiled.py"]
 BELOW_THE_CORE += ["wire_formats.py", "__init__.py", "lazily.py", "gc_frequency.py", "process.py"]
-BELOW_ZERO = [*BELOW_THE_CORE, "exact_sum.py", "named_shards.py", "optimizer_classes", "unit_choice.py"]
+BELOW_ZERO = [
+    *BELOW_THE_CORE,
+    "exact_sum.py",
+    "meta_models.py",
+    "named_shards.py",
+    "optimizer_classes",
+    "unit_choice.py",
+]
 # `Zero` is made of these: its attributes and methods are theirs
 OF_ZERO = {f"zero/{folder}" for folder in ("core", "buffers", "runtime", "optimizers", "stepping", "state")}
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
+from zeroshard.meta_models import Init, materialise
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.unit_choice import UnitChoice, describe_units
-from zeroshard.zero.buffers.partition import Init, UnitSpec, materialise, partition
+from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.compat.module_methods import has_engine

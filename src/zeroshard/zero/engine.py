@@ -20,12 +20,12 @@ from zeroshard import named_shards
 from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.lazily import loaded
+from zeroshard.meta_models import Init
 from zeroshard.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.initial import loaded_later
-from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import empty_for
+from zeroshard.meta_models import Init
 from zeroshard.torch_internals import storage_id
 from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
-from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import labelled
-from zeroshard.zero.buffers.partition import DrawsParts, Init
+from zeroshard.meta_models import DrawsParts, Init
 from zeroshard.zero.core.weights import Weights, broadcast_values
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.meta_models import Init
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core import units

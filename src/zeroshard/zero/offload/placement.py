@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.meta_models import Init
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.partition import Init
 from zeroshard.zero.buffers.plain import BufferFacts, Members
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
