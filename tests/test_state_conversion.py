@@ -162,10 +162,10 @@ class Saved:
 @pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.AdamW])
 def test_codes_of_any_interval_are_those_of_the_whole_parameter(cls):
     torch.manual_seed(0)
-    first = torch.cat([torch.randn(600), 1e-3 * torch.randn(100)])  # the last block is small, and shorter
+    first = torch.cat([torch.randn(512), 1e-5 * torch.randn(188)])  # the last block is small, and shorter
     wide = {"exp_avg": first, "exp_avg_sq": first.square(), "step": torch.tensor(3.0), "param": torch.ones(700)}
     narrow = as_codes(wide, 256)
-    assert (as_values(narrow)["exp_avg"] - first).abs()[600:].max() < 1e-3
+    assert (as_values(narrow)["exp_avg"] - first).abs()[512:].max() < 2e-6
     saved, expected = (wide, narrow) if cls is AdamW8bit else (narrow, as_values(narrow))
     facts = ParamFacts("p", (700,), FP32, torch.device("cpu"), kept_whole=False, block=256)
     seen = as_kept(partial(cls), [({}, [facts])], Saved(saved), say=False)
