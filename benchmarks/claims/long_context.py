@@ -1,44 +1,66 @@
-"""Bytes of activations at the peak of a micro-batch by each way to recompute: the table of how-to/long-context.md.
+"""Long sequences: bytes of activations at the peak by each way to recompute, planned beside measured, and their times.
 
-    python benchmarks/claims/long_context.py --layers 8 32 --seq-len 8192
+    python benchmarks/claims/long_context.py                          # the table of depths in how-to/long-context.md
+    python benchmarks/claims/long_context.py --lengths 1024 8192      # planned beside measured: a process a row
+    python benchmarks/claims/long_context.py --time --seq-len 8192    # interleaved rounds: a quiet machine
 
-Tensors have no values, so any length is counted in seconds; sizes and lifetimes are those of a run on a CPU. Counted is
-all but weights, their gradients and inputs on the host, per token and width C, in numbers of the compute dtype.
+Counted is all but weights, their gradients and inputs on the host. In the first table tensors have no values, so any
+length is counted in seconds; sizes and lifetimes are those of a run on a CPU. In the second one forward and backward of
+one sequence run: counted are torch's allocations (`zeroshard.profiling.memory`, which plans share no code with) and
+the growth of resident memory, less the slots on the host. Attention takes the square of the length in time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.columns import columns
+from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.recorder import StorageEvents
-from zeroshard.models import LlamaConfig
+from zeroshard.models import LanguageModel, LlamaConfig
+from zeroshard.models.inputs_on_host import slot_bytes
+from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.slab import room
+from zeroshard.zero import MixedPrecision
 
 WAYS = [("none", "none"), ("full", "none"), ("offload", "none"), ("full", "auto"), ("offload", "auto")]
+BESIDE = [("full", "none"), ("offload", "auto")]
+VOCAB = 256
+
+
+def config_of(given: argparse.Namespace, depth: int, how: str, tiles: str, seq_len: int) -> LlamaConfig:
+    """The LLaMA of a row: heads of 64 numbers."""
+    heads = max(given.width // 64, 1)
+    config = LlamaConfig(VOCAB, seq_len, n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=given.width)
+    return replace(config, activation_checkpointing=how, tiles=tiles)
 
 
 def peak_bytes(config: LlamaConfig, seq_len: int) -> int:
-    """Return the most bytes of activations that forward and backward of one sequence have at once."""
+    """Return the most bytes of activations that forward and backward of one sequence have at once, without values."""
     sizes, most = [0], [0]
 
     def changed(_storage: int, change: int) -> None:
         sizes[0] += change
         most[0] = max(most[0], sizes[0])
 
-    def freed(param: Tensor) -> None:
-        param.grad = None
-
     with FakeTensorMode():
-        model = config.build()
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(freed)
+        model, tokens = config.build(), torch.zeros(1, seq_len, dtype=torch.int64)
+        free_gradients(model)
         recorder = StorageEvents(changed, lambda *_: None)
         recorder.ignore([*model.parameters(), tokens])
         with recorder:
@@ -46,25 +68,127 @@ def peak_bytes(config: LlamaConfig, seq_len: int) -> int:
     return most[0]
 
 
+def free_gradients(model: LanguageModel) -> None:
+    """Free each parameter's gradient when it is there, as an engine does that takes it."""
+
+    def freed(param: Tensor) -> None:
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(freed)
+
+
+def planned_bytes(config: LlamaConfig, seq_len: int) -> int:
+    """Return the most bytes of activations of the trace that a plan is made of."""
+    with torch.device("meta"):
+        model = config.build()
+    trace = trace_language_model(model, 1, seq_len, MixedPrecision())
+    live = most = 0
+    for span in trace.spans:
+        most = max(most, live + span.peak_kept + span.peak_temporary)
+        live += span.kept + span.temporary
+    return most
+
+
+def measured(config: LlamaConfig, seq_len: int) -> dict[str, int]:
+    """Run forward and backward of one sequence; bytes by torch's allocations, of resident memory, and of the slots."""
+    model = config.build()
+    free_gradients(model)
+    few = torch.zeros(1, 64, dtype=torch.int64)
+    model(few, few).backward()  # what torch makes once
+    gc.collect()
+    tokens = torch.randint(VOCAB, (1, seq_len))
+    recorder = AllocationRecorder(mapped=False)
+    recorder.ignore([*model.parameters(), tokens])
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    with recorder:
+        model(tokens, tokens).backward()
+    resident = _status("VmHWM") - before - slot_bytes()
+    return {"allocated": recorder.peak.num_bytes, "resident": resident, "slots": slot_bytes()}
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def lengths_table(given: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield a row for each length and way: planned, allocated, resident, and the slots."""
+    mib = 2**20
+    yield ["tokens", "recomputed", "tiles", "planned MiB", "allocated", "of it", "resident", "of it", "slots", "s"]
+    for seq_len in given.lengths:
+        for how, tiles in BESIDE:
+            config = config_of(given, given.layers[0], how, tiles, seq_len)
+            planned = planned_bytes(config, seq_len)
+            slots = (config.n_layer - 1) * room(seq_len * config.n_embd * 4) if how == "offload" else 0
+            words = [sys.executable, __file__, "--one", how, tiles, str(seq_len), "--width", str(given.width)]
+            began = time.perf_counter()
+            out = subprocess.run(
+                [*words, "--layers", str(given.layers[0])], check=True, capture_output=True, text=True
+            ).stdout
+            took, found = time.perf_counter() - began, json.loads(out)
+            assert found["slots"] == slots, (found["slots"], slots)
+            shares = [f"{found[name] / mib:.1f}" for name in ("allocated", "resident")]
+            of = [f"{found[name] / planned:.3f}" for name in ("allocated", "resident")]
+            yield [
+                *(f"{seq_len:,}", how, tiles, f"{planned / mib:.1f}", shares[0], of[0], shares[1], of[1]),
+                *(f"{slots / mib:.1f}", f"{took:.0f}"),
+            ]
+
+
+def depths_table(given: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield a row for each depth and way."""
+    yield ["blocks", "recomputed", "tiles", "numbers a token, in C", "of full"]
+    for depth in given.layers:
+        found = {way: peak_bytes(config_of(given, depth, *way, given.seq_len), given.seq_len) for way in WAYS}
+        for (how, tiles), most in found.items():
+            numbers = most / given.seq_len / given.width / 4
+            yield [str(depth), how, tiles, f"{numbers:.1f}", f"{most / found['full', 'none']:.2f}"]
+
+
+def times_table(given: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield a row for each way: seconds of forward and backward in interleaved rounds, and the ratio to the first."""
+    ways = [("full", "none"), ("offload", "none"), ("full", "auto"), ("offload", "auto")]
+    models = [config_of(given, given.layers[0], *way, given.seq_len).build() for way in ways]
+    tokens = torch.randint(VOCAB, (1, given.seq_len))
+    taken: list[list[float]] = [[] for _ in ways]
+    for turn in range(given.rounds + 1):
+        for place in sorted(range(len(ways)), key=lambda each: (each + turn) % len(ways)):
+            began = time.perf_counter()
+            models[place](tokens, tokens).backward()
+            if turn:  # the first round warms up
+                taken[place].append(time.perf_counter() - began)
+    yield ["recomputed", "tiles", "s", "of full, median of rounds", "quartiles"]
+    for way, times in zip(ways, taken, strict=True):
+        ratios = sorted(ours / full for ours, full in zip(times, taken[0], strict=True))
+        quarters = f"{ratios[len(ratios) // 4]:.3f} to {ratios[-len(ratios) // 4]:.3f}"
+        yield [*way, f"{median(times):.3f}", f"{median(ratios):.3f}", quarters]
+
+
 def main() -> None:
-    """Print one row for each depth and way."""
+    """Print one of the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[])
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    rows: list[list[Any]] = [["blocks", "recomputed", "tiles", "numbers a token, in C", "of full"]]
-    for depth in given.layers:
-        sizes = {"n_head": given.width // 64, "n_kv_head": given.width // 64, "n_embd": given.width}
-        config = LlamaConfig(vocab_size=256, seq_len=given.seq_len, n_layer=depth, **sizes)
-        found = {
-            way: peak_bytes(replace(config, activation_checkpointing=way[0], tiles=way[1]), given.seq_len)
-            for way in WAYS
-        }
-        for (how, tiles), most in found.items():
-            numbers = most / given.seq_len / given.width / 4
-            rows.append([depth, how, tiles, f"{numbers:.1f}", f"{most / found['full', 'none']:.2f}"])
-    print("\n".join(columns([[str(cell) for cell in row] for row in rows], right=(0, 3, 4))))
+    if given.one:
+        how, tiles, seq_len = given.one
+        print(json.dumps(measured(config_of(given, given.layers[0], how, tiles, int(seq_len)), int(seq_len))))
+        return
+    table = lengths_table if given.lengths else times_table if given.time else depths_table
+    rows: list[list[str]] = []
+    for row in table(given):
+        rows.append(row)
+        print("\t".join(row), file=sys.stderr, flush=True)  # as they come: long ones take minutes
+    print("\n".join(columns(rows, right=range(3, len(rows[0])))))
+    with suppress(OSError):
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

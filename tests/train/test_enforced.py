@@ -1,5 +1,6 @@
 """Runs that are held to their plan, by what travels: each keeps it, and one that moves other bytes is stopped."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
+from zeroshard.slab import room
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.zero import STAGES, LocalSteps
@@ -125,6 +127,20 @@ def test_a_run_with_states_in_another_format_is_held_to_their_bytes(tiny_config,
     config = tiny_config(state_format=state_format, **how, **given)
     for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16", "grad_accum_steps": 2, "strategy": "zero3"}])
+def test_a_run_with_inputs_on_the_host_is_held_to_their_slots(tiny_config, given):
+    config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1, **given)
+    model = config.model.model_copy(update={"n_layer": 3, "activation_checkpointing": "offload"})
+    config = config.model_copy(update={"model": model})
+    gc.collect()  # an earlier run's blocks keep its slots
+    ((status, contract),) = run_threads(lambda comm: _trained(comm, config, predict), 1)
+    assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
+    tokens = config.micro_batch_size * config.seq_len
+    itemsize = 2 if given else 4
+    assert contract.memory_bytes["host_inputs"] == 2 * room(tokens * config.model.n_embd * itemsize)
+    assert "host_inputs" in contract.line()
 
 
 NO_MASTERS = {  # weights are bfloat16: no averages, no local steps

@@ -34,6 +34,7 @@ from zeroshard.kernels.launch import is_traced
 from zeroshard.slab import Slab, room
 from zeroshard.torch_internals import breaks_graphs, storage_id, version_of
 
+CATEGORY = "host_inputs"  # of this memory, among the bytes that a run records
 Slot = tuple[Slab, Tensor, Mark]  # host memory, its bytes, and a mark behind their last use
 
 
@@ -253,6 +254,11 @@ class OnHost:
 
 def _unpack(packed: Tensor | BlockInput) -> Tensor:
     return packed.value() if isinstance(packed, BlockInput) else packed
+
+
+def planned_slot_bytes(num_blocks: int, input_bytes: int) -> int:
+    """Bytes of host memory in which inputs of ``input_bytes`` of all blocks but the last one wait."""
+    return max(num_blocks - 1, 0) * room(input_bytes)
 
 
 def slot_bytes() -> int:

@@ -80,6 +80,7 @@ class Row:
         node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
         by_link: the step's collectives by operation, number of ranks and link.
         offloaded: the state that is off the device.
+        host_input_bytes: of a rank's host, in which inputs of recomputed blocks wait for backward.
         spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
     """
 
@@ -103,6 +104,7 @@ class Row:
     node_size: int = 0
     by_link: tuple[OnLink, ...] = field(default=(), repr=False)
     offloaded: Offloaded = field(default_factory=Offloaded)
+    host_input_bytes: int = 0
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -138,6 +140,7 @@ class Row:
                 "by_link": [asdict(each) for each in self.by_link],
             },
             **({"offload": self._off_the_device()} if self.offloaded.fraction else {}),
+            **({"host_input_bytes": self.host_input_bytes} if self.host_input_bytes else {}),
             **({"outer_steps": asdict(self.outer_steps)} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,

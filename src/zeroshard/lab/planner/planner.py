@@ -135,6 +135,7 @@ class Planner:
             node_size=node_size,
             by_link=bytes_by_link(step, self.cluster),
             offloaded=offloaded,
+            host_input_bytes=self.workload.host_input_bytes(micro_batch),
         )
 
     def _row_of_fraction(

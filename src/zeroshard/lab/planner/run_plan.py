@@ -24,7 +24,9 @@ from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, oute
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import flows_of, messages
+from zeroshard.lab.predict.workload import input_slot_bytes
 from zeroshard.models import LanguageModel
+from zeroshard.models.inputs_on_host import CATEGORY
 from zeroshard.models.sequence_parallel import LABEL
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
@@ -119,6 +121,9 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         resident["ema"] = ema_bytes(buffers, job.row, settings.rank)
     if job.local_steps is not None:
         resident["outer"] = outer_bytes(buffers)
+    num_tokens = job.micro_batch_size * job.seq_len // job.sequence_parallel
+    if waiting := input_slot_bytes(job.model, num_tokens, job.compute_dtype):
+        resident[CATEGORY] = waiting
     found = messages(
         buffers,
         job.row,

@@ -62,8 +62,16 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _off_the_device(row: Row | None) -> list[str]:
-    """A sentence on the state that is off the device in a row: where it is, and what the step waits for it."""
-    if row is None or not row.offloaded.fraction:
+    """Sentences on what is off the device in a row: where it is, and what the step waits for it."""
+    if row is None:
+        return []
+    num_bytes = row.host_input_bytes
+    inputs = [f"Inputs of blocks wait on the host: {size(num_bytes)} of its memory a rank."] if num_bytes else []
+    return inputs + _state_off_the_device(row)
+
+
+def _state_off_the_device(row: Row) -> list[str]:
+    if not row.offloaded.fraction:
         return []
     off = row.offloaded
     node = f", {size(off.host_bytes * off.ranks_per_node)} a node" if off.ranks_per_node > 1 else ""

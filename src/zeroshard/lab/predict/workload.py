@@ -18,6 +18,7 @@ from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.train.config.validate import nearest
 from zeroshard.zero import MixedPrecision
@@ -125,6 +126,13 @@ class Workload:
         itemsize = getattr(torch, self.dtype).itemsize
         return micro_batch * self.tokens_of_rank * config.n_embd * itemsize * config.n_layer
 
+    def host_input_bytes(self, micro_batch: int) -> int:
+        """Bytes of a rank's host in which inputs of blocks wait for backward; 0 unless they are offloaded."""
+        model = self.model
+        if not isinstance(model, LanguageModel):
+            return 0
+        return input_slot_bytes(model, micro_batch * self.tokens_of_rank, getattr(torch, self.dtype))
+
     def trace(self, micro_batch: int, device_type: str = "cpu", *, compiled: bool = False) -> Trace:
         """The trace of one micro-batch; ``compiled``: torch.compile compiles the blocks.
 
@@ -189,6 +197,17 @@ class Workload:
         )
         rows = tokens_and_targets(length // self.sequence_parallel)
         return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
+
+
+def input_slot_bytes(model: LanguageModel, num_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the host in which inputs of the blocks of ``model`` wait; 0 unless it offloads them.
+
+    ``num_tokens``: of a rank's micro-batch; ``dtype``: in which they are computed.
+    """
+    config: Any = model.config
+    if config.activation_checkpointing != "offload":
+        return 0
+    return planned_slot_bytes(len(model.blocks), num_tokens * config.n_embd * dtype.itemsize)
 
 
 def preset(

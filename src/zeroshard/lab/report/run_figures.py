@@ -51,6 +51,7 @@ CATEGORY_COLOURS = {
     "host_master": "#CFE8F7",
     "host_optimizer": "#8AD3BC",
     "host_slots": "#D4D4D4",
+    "host_inputs": "#EFB08C",
 }
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
+from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
 from zeroshard.profiling.flops import model_flops_utilisation
 from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
@@ -70,6 +71,8 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     if scaler:
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
+    if waiting := slot_bytes():
+        memory_bytes = {**memory_bytes, CATEGORY: waiting}
     strategy.optimizer.zero_grad()
     outer_step, stop = outer_step_if_due(run, loss, stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
@@ -147,6 +150,7 @@ def backward(run: Run, step: int) -> Tensor:
                     loss_share = loss / num_micro
                 loss_share.backward()
         losses[micro_step] += loss.detach().to(losses)
+        del loss, loss_share  # after backward too their graph keeps inputs of recomputed blocks
     return losses
 
 
