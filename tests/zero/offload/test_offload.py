@@ -407,9 +407,9 @@ def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16, how
             for param in net.parameters():
                 param.data.mul_(1.5)
             optim.step()
-            found += [piece.detach().clone() for piece in zero.pieces()]
             optim.zero_grad()
             average.update()
+            found += [piece.detach().clone() for piece in zero.pieces()]
         return found, zero.state_dict(), [state["ema"] for state in average.state.values()]
 
     plain, found = (run_threads(lambda comm, o=o: on_rank(comm, o), 2, timeout_s=60) for o in (None, away))
