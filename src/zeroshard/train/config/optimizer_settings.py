@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from zeroshard.errors import UserError
-
-if TYPE_CHECKING:
-    from zeroshard.train.config.config import TrainConfig
 
 OptimizerName = Literal["adamw", "adamw8bit", "flashadamw", "muon", "muon8bit"]
 IN_8_BITS = frozenset({"adamw8bit", "flashadamw", "muon8bit"})
@@ -20,8 +17,8 @@ def same_rule(one: str, other: str) -> bool:
     return (one in OF_MATRICES) == (other in OF_MATRICES)
 
 
-def check_optimizer(config: TrainConfig) -> None:
-    """Raise UserError if another setting contradicts the optimizer."""
+def check_optimizer(config: Any) -> None:
+    """Raise UserError if another setting of ``config``, the `TrainConfig`, contradicts the optimizer."""
     name, without = config.optimizer, "leave it out, or use --optimizer adamw"
     if name in OF_MATRICES and config.lora.rank:
         what = f"{name} is made for whole matrices, and lora.rank = {config.lora.rank} trains narrow ones"
@@ -39,7 +36,7 @@ def check_optimizer(config: TrainConfig) -> None:
         _check_weights_in_bf16(config)
 
 
-def _check_weights_in_bf16(config: TrainConfig) -> None:
+def _check_weights_in_bf16(config: Any) -> None:
     name, instead = config.optimizer, "or use --optimizer adamw8bit"
     if config.dtype not in ("auto", "bfloat16"):
         what = f"{config.dtype}, and weights of {name} are bfloat16"
