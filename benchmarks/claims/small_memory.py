@@ -9,8 +9,8 @@ same depth and a small width, says what a rank takes without a model; it is allo
 the bytes of its fp32 master weights and AdamW's two states (12 bytes a parameter). Then the run is tried three times:
 as it is, with states in the file, and with gradients and weights there too.
 
-Resident memory is that of the process without what it takes without a model: pages of its own and shared ones, read
-from ``/proc`` every few milliseconds. Bytes of the disk are the kernel's count for each process. Both, and seconds of a
+Resident memory is that of the process without what it takes without a model: pages of its own, read from ``/proc``
+every few milliseconds; pages that ranks share, through which shared-memory collectives go, stand apart. Bytes of the disk are the kernel's count for each process. Both, and seconds of a
 step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is
 resident is what is alive.
 """
@@ -28,7 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,24 @@ TINY = 64  # width of the model whose ranks say what a rank takes without one
 
 @dataclass
 class Process:
-    """The most that a process was seen to have, in bytes, and what it has read from and written to disks."""
+    """What a process was seen to have, in bytes, and how much it had read from and written to disks by when."""
 
-    data: int = 0
-    resident: int = 0
-    read: int = 0
-    written: int = 0
+    times: list[float] = field(default_factory=list)  # seconds since 1970
+    data: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)  # with other ranks: what the communicator sends through
+    read: list[int] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+    def most(self, what: str, end: float) -> int:
+        """The most of it until ``end``."""
+        return max(n for at, n in zip(self.times, getattr(self, what), strict=True) if at <= end)
+
+    def moved(self, what: str, begin: float, end: float) -> int:
+        """Bytes that were read or written between two times."""
+        found = list(zip(self.times, getattr(self, what), strict=True))
+        before = [n for at, n in found if at <= begin]
+        return max(n for at, n in found if at <= end) - (before[-1] if before else 0)
 
 
 def watch(process: subprocess.Popen[str]) -> dict[int, Process]:
@@ -79,9 +92,12 @@ def _look(pid: int, found: Process) -> None:
         moved = {name: int(rest) for name, rest in _pairs(Path(f"/proc/{pid}/io").read_text())}
     except (OSError, ValueError, IndexError):  # it has ended
         return
-    found.data = max(found.data, sizes.get("VmData", 0))
-    found.resident = max(found.resident, sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0))
-    found.read, found.written = moved["read_bytes"], moved["write_bytes"]
+    found.times.append(time.time())
+    found.data.append(sizes.get("VmData", 0))
+    found.resident.append(sizes.get("RssAnon", 0))
+    found.shared.append(sizes.get("RssShmem", 0))
+    found.read.append(moved["read_bytes"])
+    found.written.append(moved["write_bytes"])
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -92,13 +108,26 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Run:
-    """A run that has ended: its exit status, its last line, its ranks, and what its folder says."""
+    """A run that has ended: its exit status, its last line, its ranks, and what its folder says.
+
+    ``ends``: when each step was over; what comes after the last, an evaluation and a checkpoint, is not counted.
+    """
 
     status: int
     last: str
     ranks: list[Process]
     summary: dict[str, Any]
     step_s: float
+    ends: list[float]
+
+    def most(self, what: str) -> int:
+        """The most that any rank had."""
+        return max(rank.most(what, self.ends[-1]) for rank in self.ranks)
+
+    def moved(self, what: str) -> float:
+        """Bytes of a rank and step, of those after the first two."""
+        begin, end = self.ends[1], self.ends[-1]
+        return sum(rank.moved(what, begin, end) for rank in self.ranks) / len(self.ranks) / (len(self.ends) - 2)
 
 
 def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound: int | None) -> Run:
@@ -126,13 +155,15 @@ def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound:
         seen = watch(process)
     lines = log.read_text().splitlines()
     last = next((line for line in reversed(lines) if "rror" in line or "memory" in line), lines[-1] if lines else "")
-    summary, times = {}, [0.0]
+    summary, times, ends = {}, [0.0], [0.0]
     if (out / "summary.json").exists():
         summary = json.loads((out / "summary.json").read_text())
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        times = [record["step_s"] for record in records if record.get("event") == "step"][2:] or times
-    ranks = sorted(seen.values(), key=lambda each: each.resident)[-given.nproc :]
-    return Run(process.returncode, last.strip(), ranks, summary, statistics.median(times))
+        steps = [record for record in records if record.get("event") == "step"]
+        times = [step["step_s"] for step in steps[2:]] or times
+        ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps]
+    ranks = sorted(seen.values(), key=lambda each: max(each.resident, default=0))[-given.nproc :]
+    return Run(process.returncode, last.strip(), ranks, summary, statistics.median(times), ends)
 
 
 def main() -> None:
@@ -161,7 +192,7 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tiny = train(given, folder / "tiny", TINY, "disk-all", None)
     assert tiny.status == 0, tiny.last
     kept = tiny.summary["plan"]["peak_bytes"]["predicted"]
-    own, without = (max(getattr(rank, what) for rank in tiny.ranks) - kept for what in ("data", "resident"))
+    own, without = (tiny.most(what) - kept for what in ("data", "resident"))
     num_params = _num_params(given)
     states = STATE_BYTES * num_params // given.nproc
     bound = int(states / given.times)
@@ -170,16 +201,17 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run = train(given, folder / offload, given.width, offload, own + bound)
         found[offload] = {"status": run.status, "last": run.last}
         if run.status == 0:
-            plan, steps = run.summary["plan"], given.steps
+            plan = run.summary["plan"]
             found[offload] |= {
                 "peak_bytes": plan["peak_bytes"]["predicted"],
-                "resident_bytes": max(rank.resident for rank in run.ranks) - without,
-                "data_bytes": max(rank.data for rank in run.ranks) - own,
+                "resident_bytes": run.most("resident") - without,
+                "shared_bytes": run.most("shared"),
+                "data_bytes": run.most("data") - own,
                 "planned_step_s": plan["step_s"]["predicted"],
                 "step_s": run.step_s,
                 **_bytes_of_disk(plan, offload),
-                "written_bytes": sum(rank.written for rank in run.ranks) / len(run.ranks) / steps,
-                "read_bytes": sum(rank.read for rank in run.ranks) / len(run.ranks) / steps,
+                "written_bytes": run.moved("written"),
+                "read_bytes": run.moved("read"),
             }
     return found
 
@@ -204,13 +236,23 @@ _MOVED = ("planned_written_bytes", "written_bytes", "planned_read_bytes", "read_
 
 def shown(found: dict[str, Any]) -> str:
     """The table, and a line on the bound."""
-    names = ["planned peak", "resident", "planned s", "s a step", "planned written", "written", "planned read", "read"]
+    names = [
+        "planned peak",
+        "resident",
+        "shared",
+        "planned s",
+        "s a step",
+        "planned written",
+        "written",
+        "planned read",
+        "read",
+    ]
     rows = [["offload", "ends", *names]]
     for offload, run in ((name, run) for name, run in found.items() if isinstance(run, dict)):
         if run["status"]:
-            rows.append([offload, f"status {run['status']}: {run['last'][:60]}"] + [""] * 8)
+            rows.append([offload, f"status {run['status']}: {run['last'][:60]}"] + [""] * 9)
             continue
-        sizes = [f"{run[name] / MIB:.1f} MiB" for name in ("peak_bytes", "resident_bytes")]
+        sizes = [f"{run[name] / MIB:.1f} MiB" for name in ("peak_bytes", "resident_bytes", "shared_bytes")]
         times = [f"{run[name]:.2f}" if run[name] else "" for name in ("planned_step_s", "step_s")]
         moved = [f"{run[name] / MIB:.1f} MiB" for name in _MOVED]
         rows.append([offload, "trains", *sizes, *times, *moved])
@@ -219,7 +261,7 @@ def shown(found: dict[str, Any]) -> str:
         f"{found['bound_bytes'] / MIB:.1f} MiB beside "
         f"{found['own_bytes'] / MIB:.1f} MiB that it takes without a model"
     )
-    return "\n".join([said, *columns(rows, right=tuple(range(2, 10)))])
+    return "\n".join([said, *columns(rows, right=tuple(range(2, 11)))])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md from the stage table, the layouts and the arithmetic that the engine runs on.
+"""Draw the pictures of docs from the stage table, the layouts, plans and the arithmetic that the engine runs on.
 
     python docs/figures/draw.py [FOLDER]
 
@@ -8,6 +8,7 @@ another layout or another schedule gives another picture.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import build_model
+from zeroshard.train.config.validate import validate
 from zeroshard.zero import STAGES, FlatLayout
 from zeroshard.zero.core.strategy import SHARD
 
@@ -134,11 +138,45 @@ def memory() -> Figure:
     return figure
 
 
+MACHINES = {"rtx-4090": "#009E73", "a100-80gb": "#0072B2", "h100-80gb": "#E69F00"}
+
+
+def exposed() -> Figure:
+    """Seconds for which a step waits for the host's updates, with all state of llama-7b there, by plans of one GPU."""
+    figure = Figure(figsize=(7.5, 4))
+    ax: Axes = figure.subplots()
+    for gpu, color in MACHINES.items():
+        found = [(rows * 2048, _planned(gpu, rows)) for rows in (1, 2, 4, 8, 16, 32)]
+        shown = [(tokens, row["offload"]["waiting_s"], row["step_s"]) for tokens, row in found if row["fits"]]
+        tokens, waiting, seconds = zip(*shown, strict=True)
+        ax.plot(tokens, waiting, color=color, marker="o", label=f"{gpu}: it waits")
+        ax.plot(tokens, seconds, color=color, linestyle=":", label=f"{gpu}: a step")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks([2048 * 2**n for n in range(6)], [f"{2 * 2**n}k" for n in range(6)])
+    ax.set_xlabel("tokens of a step")
+    ax.set_ylabel("seconds")
+    ax.set_title("llama-7b on one GPU, --offload optimizer --offload.fraction 1", fontsize=10)
+    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    _bare(ax)
+    figure.tight_layout()
+    return figure
+
+
+def _planned(gpu: str, micro_batch: int) -> dict[str, Any]:
+    model = {"name": "llama-7b", "activation_checkpointing": "full"}
+    offload = {"state": "optimizer", "fraction": "1"}
+    settings = {"model": model, "offload": offload, "gpu": gpu, "gpus": 1, "seq_len": 2048, "stage": "2", "json": True}
+    config = validate(PlanConfig, {**settings, "micro_batch": micro_batch})
+    return json.loads(answer_plan(config).text)["rows"][0]
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "stages": stages,
     "layout": layout,
     "schedule": schedule,
     "memory": memory,
+    "exposed": exposed,
 }
 
 

@@ -50,6 +50,7 @@ def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[
 
     def gather() -> None:
         for unit, view in zip(units, views, strict=True):
+            file.will_read(unit)
             narrow.copy_(view)
             file.forget_pages(unit)
 

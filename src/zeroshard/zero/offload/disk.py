@@ -324,6 +324,15 @@ class DiskStates:
         self._writing[unit] = slot.writing
         self.bytes_written += sum(extent.num_bytes for extent in self._units[unit] if not extent.is_input)
 
+    def will_read(self, unit: Hashable) -> None:
+        """Begin to read the first tensors of a unit, which will be read through their views; any thread may call it.
+
+        Else the kernel reads around each page that is asked for, megabytes of other units (``read_ahead_kb``).
+        """
+        pages = self._units[unit][0].pages()
+        if pages is not None and hasattr(mmap, "MADV_WILLNEED"):
+            pages.madvise(mmap.MADV_WILLNEED)
+
     def forget_pages(self, unit: Hashable) -> None:
         """Let the kernel have the memory of what was read through views of a unit; any thread may call it."""
         for extent in self._units[unit]:

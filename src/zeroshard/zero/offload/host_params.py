@@ -85,9 +85,15 @@ class HostParams(FlatParams):
         self.transport.take_update(full, master, self._streams, self._written_at)
 
     def _gather(self) -> None:
+        if self._stored is None:
+            super()._gather()
+            return
+        if self.transport.reads_master:
+            self.update.wait()
+            self._stored.wait()
+            self._stored.will_read_master()
         super()._gather()
-        if self._stored is not None:  # from which the master may have been read
-            self._stored.read_through()
+        self._stored.read_through()
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and remember what the weights then are."""
@@ -161,6 +167,9 @@ class HostTransport(WeightTransport):
         facts: of the buffer.
         place: of the shard in the compute dtype at stage 3: ``"device"``, ``"host"`` or ``"disk"``.
         staging: page-locked memory for what is copied up.
+
+    Attributes:
+        reads_master: whether each gather reads the master, because no shard in the compute dtype stays.
     """
 
     def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
@@ -173,6 +182,7 @@ class HostTransport(WeightTransport):
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._cast_at: Mark = None  # behind its copy to a GPU
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
+        self.reads_master = facts.strategy.params is SHARD and inner.comm.world_size > 1 and place == "disk"
         if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None and place != "disk":
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if place == "host":

@@ -90,6 +90,10 @@ class UnitOnDisk:
         assert self._slots is not None
         return self._slots.send(self, values)
 
+    def will_read_master(self) -> None:
+        """Begin to read the master, which is about to be read through its view of the file."""
+        self.file.will_read(self)
+
     def read_through(self) -> None:
         """Let go of the memory of what was read through views of the file."""
         self.file.forget_pages(self)
