@@ -10,9 +10,9 @@ the bytes of its fp32 master weights and AdamW's two states (12 bytes a paramete
 as it is, with states in the file, and with gradients and weights there too.
 
 Resident memory is that of the process without what it takes without a model: pages of its own, read from ``/proc``
-every few milliseconds; pages that ranks share, through which shared-memory collectives go, stand apart. Bytes of the disk are the kernel's count for each process. Both, and seconds of a
-step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is
-resident is what is alive.
+every few milliseconds; pages that ranks share, through which shared-memory collectives go, stand apart. Bytes of the
+disk are the kernel's count for each process. All of it, and seconds of a step, stand beside the run's plan. malloc gives
+freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is resident is what is alive.
 """
 
 from __future__ import annotations
