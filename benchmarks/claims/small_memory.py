@@ -11,8 +11,8 @@ as it is, with states in the file, and with gradients and weights there too.
 
 Resident memory is that of the process without what it takes without a model: pages of its own, read from ``/proc``
 every few milliseconds; pages that ranks share, through which shared-memory collectives go, stand apart. Bytes of the
-disk are the kernel's count for each process. All of it, and seconds of a step, stand beside the run's plan. malloc gives
-freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is resident is what is alive.
+disk are the kernel's count for each process. All of it, and seconds of a step, stand beside the run's plan. malloc
+gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is resident is what is alive.
 """
 
 from __future__ import annotations
