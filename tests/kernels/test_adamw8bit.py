@@ -209,3 +209,23 @@ def test_a_library_of_another_system_is_made_anew(compiled, monkeypatch, tmp_pat
         file.unlink()
         file.write_bytes(b"of another system")
     cpu_loops.loop.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda codes: codes._replace(m_scales=codes.m_scales.double()),
+        lambda codes: codes._replace(r_scales=codes.r_scales[:1]),
+        lambda codes: codes._replace(r=codes.r.float()),
+        lambda codes: codes._replace(m=codes.m[:-1]),
+        lambda codes: codes._replace(m=codes.m.repeat(2)[::2]),
+        lambda codes: codes._replace(r=codes.r.to("meta")),
+        lambda codes: codes._replace(correction=codes.m),
+    ],
+)
+@pytest.mark.parametrize("how", ["auto", "reference"])
+def test_states_that_are_not_those_of_their_piece_are_refused(wrong, how):
+    """Addresses alone would not tell: what lies behind them would be written to."""
+    params, grads, states = drawn((600,), F32, F32, False, 256)
+    with pytest.raises(ValueError, match=r"^states: of 600 elements in blocks of 256 there must be as many int8 codes"):
+        update(params, grads, [wrong(states[0])], [1], OPTIONS, 256, how)

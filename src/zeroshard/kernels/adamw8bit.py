@@ -259,12 +259,14 @@ def adamw8bit(
             ``"reference"``: PyTorch's operations there too.
 
     Raises:
-        ValueError: the backend that was requested by name is not available.
+        ValueError: the backend that was requested by name is not available, or states are not those of their piece.
     """
     together: dict[tuple[object, ...], list[_Piece]] = {}
+    may_loop = asked_for(kernels) == "auto" and cpu_loops.loop(LOOP) is not None if params else False
     for param, grad, codes, step in zip(params, grads, states, steps, strict=True):
         piece = _Piece(param, grad.contiguous(), codes, step)
-        backend = _backend(piece, kernels)
+        _check(piece, block)
+        backend = _backend(piece, kernels, may_loop=may_loop)
         kind = (param.device, param.dtype, grad.dtype, codes.correction is None) if backend == "triton" else ()
         together.setdefault((backend, *kind), []).append(piece)
     for (backend, *_), pieces in together.items():
@@ -281,12 +283,35 @@ def adamw8bit(
         torch.autograd.graph.increment_version([piece.param for piece in pieces])  # as PyTorch's operations do
 
 
-def _backend(piece: _Piece, kernels: Choice | None) -> Backend | Literal["loop"]:
+def _check(piece: _Piece, block: int) -> None:
+    """Raise ValueError if a tensor has a size, dtype or place that its address would not tell loop and kernel."""
+    (param, grad, (m, m_scales, r, r_scales, correction), _), numel = piece, piece.param.numel()
+    each, a_block, device = [m, r], [m_scales, r_scales], param.device
+    each += [] if correction is None else [correction]
+    num_blocks = -(-numel // block)
+    fits = (
+        [state.numel() for state in each] == [numel] * len(each)
+        and grad.numel() == numel
+        and [state.numel() for state in a_block] == [num_blocks] * 2
+        and [state.dtype for state in each] == [torch.int8] * len(each)
+        and [state.dtype for state in a_block] == [torch.float32] * 2
+        and [tensor.device for tensor in (grad, *each, *a_block)] == [device] * (3 + len(each))
+        and all(tensor.is_contiguous() for tensor in (param, *each, *a_block))
+        and (correction is None or param.dtype == torch.bfloat16)
+    )
+    if not fits:
+        raise ValueError(
+            f"states: of {numel} elements in blocks of {block} there must be as many int8 codes, and {num_blocks} fp32 "
+            f"scales, on {device}; load states of this optimizer's own block size"
+        )
+
+
+def _backend(piece: _Piece, kernels: Choice | None, *, may_loop: bool) -> Backend | Literal["loop"]:
     """Return the backend of a piece: the reference for tensors without memory and for dtypes that no other takes."""
     dtypes = piece.param.dtype, piece.grad.dtype
-    is_plain = all(tensor is None or type(tensor) in PLAIN for tensor in piece.tensors)
-    if is_plain and piece.param.is_cpu and asked_for(kernels) == "auto":
-        return "loop" if dtypes in _KINDS and cpu_loops.loop(LOOP) is not None else "reference"
+    is_plain = {None.__class__, *PLAIN}.issuperset(map(type, piece.tensors))
+    if may_loop and is_plain and dtypes in _KINDS and piece.param.is_cpu:
+        return "loop"
     backend = choose("adamw8bit", piece.param.device, kernels)
     has_memory = is_plain and piece.param.device.type in ("cpu", "cuda")
     return backend if has_memory and all(dtype in SERVED for dtype in dtypes) else "reference"
