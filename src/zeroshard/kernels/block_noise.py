@@ -1,4 +1,4 @@
-"""Noise by which AdamW's second moment in 8 bits is rounded up or down at random: [Note: Slow moments].
+"""Noise by which AdamW's second moment in 8 bits is rounded at random: [Note: Slow moments] in `random_rounding`.
 
 The first moment is rounded to the nearest code: it moves by a tenth a step, so no code stays for long, and noise would
 only add to its error.

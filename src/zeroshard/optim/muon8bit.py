@@ -92,7 +92,7 @@ class Muon8bit(Optimizer):
                     )
                 mean.lerp_(grad, 1 - momentum)
                 state.update(state_codes.as_codes({"momentum_buffer": mean}, block))
-                # [Note: Products in fp32]
+                # [Note: Products in fp32] in `muon`
                 dtype = torch.bfloat16 if multiplies_bfloat16(param.device) else torch.float32
                 take_update(param, grad.lerp(mean, momentum) if group["nesterov"] else mean, group, dtype)
         return loss
