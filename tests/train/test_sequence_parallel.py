@@ -131,7 +131,7 @@ def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp
                     "n_head": 2,
                     "n_embd": 16,
                     "tiles": 2,
-                    "activation_checkpointing": "offload",
+                    "activation_checkpointing": "full",
                 }
             },
         ),
