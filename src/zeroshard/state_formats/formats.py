@@ -69,18 +69,19 @@ class StateFormat:
             ValueError: with these settings, or for parameters of these dtypes, states cannot be kept so.
         """
         if why := self._obstacle(optimizer_cls, settings, set(params.values())):
-            raise ValueError(f"state_format: {optimizer_cls.__name__} cannot keep its states in {self.name}: {why}")
+            name = optimizer_cls.__name__
+            raise ValueError(f"state_format: {name} cannot keep its states in {self.name}: {why}; use 'fp32'")
         return dict.fromkeys(params, self.block) if self.block > 1 else {}
 
     def _obstacle(self, optimizer_cls: type, settings: Mapping[str, Any], dtypes: set[torch.dtype]) -> str:
         others = dtypes - {torch.float32, *self.as_small}
         momentum = settings.get("momentum", 0)
         if others:
-            return f"a parameter is {sorted(map(str, others))[0]}, and it is for states of torch.float32; use 'fp32'"
+            return f"a parameter is {sorted(map(str, others))[0]}, and it is for states of torch.float32"
         if settings.get("centered"):
-            return "centered=True subtracts two of them, and what rounding leaves may be negative; use 'fp32'"
+            return "centered=True subtracts two of them, and what rounding leaves may be negative"
         if optimizer_cls is optim.SGD and self.block > 1 and momentum > MOST_MOMENTUM:
-            return f"momentum={momentum} decays by less than a spacing of their codes; use 'bf16', or at most 0.9"
+            return f"momentum={momentum} decays by less than a spacing of their codes; lower it to 0.9, or take 'bf16'"
         return ""
 
     def code_of(self, kind: str) -> Code | None:
