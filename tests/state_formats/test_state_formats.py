@@ -198,7 +198,7 @@ class Mine(torch.optim.AdamW):
         (Mine, "int8", {}, "Mine cannot keep .* it is no class of torch.optim"),
         (torch.optim.AdamW, "int9", {}, "state_format: 'int9' is no format; use 'fp32', 'bf16' or 'int8'"),
         (torch.optim.RMSprop, "bf16", {"centered": True}, "RMSprop cannot .* may be negative; use 'fp32'"),
-        (torch.optim.SGD, "int8", {"momentum": 0.99}, "SGD cannot .* momentum=0.99 decays .*; use 'bf16', or at most"),
+        (torch.optim.SGD, "int8", {"momentum": 0.99}, "SGD cannot .* momentum=0.99 decays .*; use 'fp32'"),
     ],
 )
 def test_what_cannot_is_refused_in_a_line_and_takes_no_parameters(cls, state_format, settings, line):
