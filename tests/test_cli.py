@@ -131,7 +131,7 @@ doctor --optimizers torch.optim:AdamX | --optimizers: torch.optim has no optimiz
 bench speed | speed: there is no such bench; choose one of step, device
 bench step --round 2 | --round: there is no such flag; did you mean --rounds?
 bench step --nproc 1 --contestants ddp | contestants: ddp needs several ranks; use plain, or --nproc 2
-bench step --contestants zero9 | contestants: 'zero9' is unknown; write plain, ddp, zero2, zero2@ring, or
+bench step --contestants zero9 | contestants: 'zero9' is unknown; write plain, ddp, zero2, zero2@ring,
 bench step --json /proc/nowhere/x.json | /proc/nowhere/x.json: cannot be written (No such file or directory); name
 bench device --out /proc/nowhere/x.json | /proc/nowhere/x.json: cannot be written (No such file or directory); name
 checkpoint | checkpoint: what to do is missing; add one of ls, show, verify, diff

@@ -96,15 +96,17 @@ def main():
     kernels.adamw(*columns, step=1, grad_scale=torch.ones(()), **settings)
     narrow = [[torch.zeros(n).bfloat16() for n in (5, 7)] for _ in range(4)]
     kernels.adamw(*narrow, step=[1, 2], options=AdamWOptions(1e-3), kernels="triton")
-    codes, scales = torch.zeros(5000, dtype=torch.int8), torch.zeros(20)
+    codes = torch.zeros(5000, dtype=torch.int8)
     for dtype, correction in (
         (torch.float32, None),
         (torch.bfloat16, None),
         (torch.bfloat16, codes),
         (torch.float16, None),
     ):
-        piece, states = torch.zeros(5000, dtype=dtype), [Codes(codes, scales, codes, scales, correction)]
+        piece = torch.zeros(5000, dtype=dtype)
         for block in (16, 256):
+            scales = torch.zeros(-(-5000 // block))
+            states = [Codes(codes, scales, codes, scales, correction)]
             adamw8bit([piece], [piece], states, [1], AdamWOptions(1e-3), block, kernels="triton")
 
 

@@ -36,7 +36,9 @@ WORLDS = st.sampled_from([2, 3, 4, 8, 24, 64])
 
 def _planner(given_, world_size, num_micro=1, micro_batch=1):
     rows = num_micro * micro_batch * world_size
-    return planner_for(world_size=world_size, global_batch=rows, seq_len=32, gpu="h100-80gb", **given_)
+    optimizer, _, state_format = given_["optimizer"].partition(" in ")
+    how = {**given_, "optimizer": optimizer, "state_format": state_format or "fp32"}
+    return planner_for(world_size=world_size, global_batch=rows, seq_len=32, gpu="h100-80gb", **how)
 
 
 def _padding_bytes(planner, shards):

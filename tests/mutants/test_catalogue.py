@@ -16,7 +16,8 @@ def test_each_changes_one_place_of_a_file_which_can_still_be_read():
         try:
             source = (ROOT / mutant.path).read_text(encoding="utf-8")
             changed = mutant.applied(source)
-            ast.parse(changed)
+            if mutant.path.suffix == ".py":  # loops in C++ are read when they are compiled
+                ast.parse(changed)
             assert changed != source
         except (OSError, ValueError, SyntaxError, AssertionError) as error:
             wrong.append(f"{mutant.name}: {error!r}")

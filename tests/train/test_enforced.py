@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zeroshard.comm import run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
+from zeroshard.models.inputs_on_host import slot_bytes
 from zeroshard.slab import room
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
@@ -141,6 +142,21 @@ def test_a_run_with_inputs_on_the_host_is_held_to_their_slots(tiny_config, given
     itemsize = 2 if given else 4
     assert contract.memory_bytes["host_inputs"] == 2 * room(tokens * config.model.n_embd * itemsize)
     assert "host_inputs" in contract.line()
+
+
+def test_slots_of_a_model_that_is_still_here_are_no_part_of_another_run(tiny_config):
+    plain = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1)
+    model = plain.model.model_copy(update={"n_layer": 3, "activation_checkpointing": "offload"})
+    earlier = build_run(plain.model_copy(update={"model": model}), NullCommunicator(1), CPU)
+    try:
+        train(earlier)
+        assert slot_bytes() > 0
+        plain = plain.model_copy(update={"out": f"{plain.out}-plain"})
+        ((status, contract),) = run_threads(lambda comm: _trained(comm, plain, predict), 1)
+        assert (status, contract.difference) == (ExitStatus.OK, "")
+        assert "host_inputs" not in contract.memory_bytes
+    finally:
+        earlier.close()
 
 
 NO_MASTERS = {  # weights are bfloat16: no averages, no local steps

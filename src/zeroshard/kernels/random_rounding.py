@@ -195,7 +195,11 @@ class State(NamedTuple):
     values: Tensor
     kept: list[Tensor]  # bf16; or codes (int8) and scales (fp32)
     code: Code | None  # None: bf16
-    noise: Noise
+    noise: Noise | None = None  # only to encode
+
+
+def _address(noise: Noise | None) -> int:
+    return 0 if noise is None else noise.words.data_ptr() + 4 * noise.begin
 
 
 def _looped(states: Sequence[State], block: int, *, encodes: bool) -> bool:
@@ -209,7 +213,7 @@ def _looped(states: Sequence[State], block: int, *, encodes: bool) -> bool:
     rows = [
         (
             *(state.values.data_ptr(), state.kept[0].data_ptr(), state.kept[-1].data_ptr()),
-            *(state.noise.words.data_ptr() + 4 * state.noise.begin, state.values.numel(), _KINDS[state.code]),
+            *(_address(state.noise), state.values.numel(), _KINDS[state.code]),
         )
         for state in states
     ]
@@ -236,7 +240,7 @@ def encode_states(states: Sequence[State], block: int) -> None:
 
 @torch.no_grad()
 def decode_states(states: Sequence[State], block: int) -> None:
-    """Write each state's values, from what it is kept in; the noise is not read."""
+    """Write each state's values, from what it is kept in."""
     if not _looped(states, block, encodes=False):
         for values, kept, code, _ in states:
             if code is None:

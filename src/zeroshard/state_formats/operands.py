@@ -91,8 +91,7 @@ class FormattedStates(StepOperands):
                 if [getattr(each, "dtype", None) for each in tensors] == [*self.form.kept.values()]:
                     own[kind] = [state.pop(name) for name in names]
                     state[kind] = torch.empty_like(own[kind][0], dtype=torch.float32)
-                    row = state[kind], own[kind], self.form.code_of(kind), nearest(state[kind].device)
-                    rows.append(random_rounding.State(*row))
+                    rows.append(random_rounding.State(state[kind], own[kind], self.form.code_of(kind)))
         decode_states(rows, self.form.block)
         return found
 

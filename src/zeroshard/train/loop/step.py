@@ -71,8 +71,10 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     if scaler:
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
-    if waiting := slot_bytes():
-        memory_bytes = {**memory_bytes, CATEGORY: waiting}
+    settings: Any = getattr(strategy.model, "config", None)
+    # Slots belong to the process: those of another model that is still here are no part of this run.
+    if getattr(settings, "activation_checkpointing", "none") == "offload":
+        memory_bytes = {**memory_bytes, CATEGORY: slot_bytes()}
     strategy.optimizer.zero_grad()
     outer_step, stop = outer_step_if_due(run, loss, stop, taken=verdict == "taken")
     speed = _speed(run, perf_counter() - start)
