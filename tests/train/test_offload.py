@@ -158,6 +158,19 @@ def test_a_run_that_is_killed_between_two_updates_is_resumed_with_the_bits_of_on
     assert not Path(f"{config.out}-whole", "offload").exists()
 
 
+def refused_on_all(config):
+    """The one line by which both ranks refuse a run."""
+
+    def on_rank(comm):
+        with pytest.raises(UserError) as said:
+            train_on(comm, config, predict=predict)
+        return str(said.value)
+
+    first, second = run_threads(on_rank, 2)
+    assert first == second
+    return first
+
+
 def test_files_that_the_disk_has_no_room_for_are_refused_before_anything_is_built(tiny_config, monkeypatch, tmp_path):
     config = tiny_config(offload={"state": "disk", "path": str(tmp_path / "not yet" / "there")})
     disk = offloading.os.statvfs(tmp_path)
@@ -169,17 +182,11 @@ def test_files_that_the_disk_has_no_room_for_are_refused_before_anything_is_buil
 
     monkeypatch.setattr(offloading.os, "statvfs", statvfs)
 
-    def refused(comm):
-        with pytest.raises(UserError) as said:
-            train_on(comm, config, predict=predict)
-        return str(said.value)
-
-    lines = run_threads(refused, 2)
-    assert lines[0] == lines[1]
+    line = refused_on_all(config)
     assert re.fullmatch(
         r"offload.path: 2 ranks keep 0\.\d\d GiB in files of \S+/not yet/there, whose disk has 0\.00 GiB free; "
         r"free space, or name a folder on another disk",
-        lines[0],
+        line,
     )
     assert set(asked) == {tmp_path}
     assert not Path(config.out, "config.toml").exists()
@@ -281,17 +288,11 @@ def test_what_the_hosts_have_not_is_refused_before_anything_is_built(tiny_config
     config = tiny_config(offload="optimizer")
     monkeypatch.setattr(host_memory, "total_bytes", lambda: 200_000)
 
-    def refused(comm):
-        with pytest.raises(UserError) as said:
-            train_on(comm, config, predict=predict)
-        return str(said.value)
-
-    lines = run_threads(refused, 2)
-    assert lines[0] == lines[1]
+    line = refused_on_all(config)
     assert re.fullmatch(
         r"offload.state: 2 ranks keep 0\.\d\d GiB in memory of \S+, which has 0\.00 GiB; give a smaller "
         r"--offload.fraction, use more machines, or fewer ranks",
-        lines[0],
+        line,
     )
     assert not Path(config.out, "config.toml").exists()
     train_on_one = tiny_config(offload="optimizer", out=f"{config.out}-more")

@@ -128,6 +128,7 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
     """
 
     def ask() -> None:
+        """Ask for the address; an answer that says that asking so is not allowed is one, too."""
         headers = dict(_HEADERS)
         if find_spec("huggingface_hub") is not None:
             from huggingface_hub import constants, get_token

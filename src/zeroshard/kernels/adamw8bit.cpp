@@ -4,31 +4,14 @@
 // are those of the reference. A block is updated in two loops, both of which compilers turn into vectors: the second
 // one needs the largest values of the first. What it needs of them besides is in the first-level cache.
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "cpu_loops.h"
 
 namespace {
 
-constexpr float kKnee = 0.0625f, kTiny = 0x1p-126f;
-constexpr double kSigned = 127 * 1.0625, kUnsigned = 256 * 1.0625;
 constexpr int64_t kMostBlock = 4096, kChunk = 16384;  // elements
-
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 inline float rounded(float x) { return (x + 12582912.0f) - 12582912.0f; }  // to an integer, halves to even: |x| < 2^22
 inline float clamped(float x, float least, float most) { return x < least ? least : x > most ? most : x; }  // NaN stays
@@ -55,7 +38,6 @@ __attribute__((noinline)) void update(Param* __restrict param, const Grad* __res
                                       float* __restrict m_scale, int8_t* __restrict r_codes, float* __restrict r_scale,
                                       int8_t* __restrict correction, const float* __restrict noise,
                                       int64_t width, const Settings s) {
-  constexpr float kFromSigned = float(1 / kSigned), kFromUnsigned = float(1 / kUnsigned);
   alignas(64) float ms[kMostBlock], rs[kMostBlock], ps[kCorrects ? kMostBlock : 1];
   if constexpr (kCorrects) {
     for (int64_t i = 0; i < width; ++i) {
@@ -141,33 +123,16 @@ int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; 
 
 }  // namespace
 
-// Update `num_pieces` pieces on at most `num_threads` threads, which end before it returns: nothing of them is left that
-// a fork could lose. Threads take chunks in turn, so a thread that starts late, or none at all, delays nobody.
+// Update `num_pieces` pieces on at most `num_threads` threads.
 extern "C" void zeroshard_adamw8bit(const Piece* pieces, const Settings* settings, int64_t num_pieces,
                                     int64_t num_threads) {
-  std::atomic<int64_t> next{0};
-  const auto work = [&] {
-    int64_t piece = 0, before = 0;  // chunks of all pieces before this one
-    for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)), true;) {
-      for (;; ++piece) {
-        if (piece == num_pieces) return;
-        const Piece& at = pieces[piece];
-        const int64_t num_blocks = divided_up(at.numel, at.block), blocks = at.block < kChunk ? kChunk / at.block : 1;
-        const int64_t num_chunks = divided_up(num_blocks, blocks);
-        if (chunk < before + num_chunks) {
-          const int64_t first = (chunk - before) * blocks, last = first + blocks;
-          update_chunk(at, settings[piece], first, last < num_blocks ? last : num_blocks);
-          break;
-        }
-        before += num_chunks;
-      }
-    }
-  };
-  std::vector<std::thread> threads;
-  try {
-    for (int64_t i = 1; i < num_threads; ++i) threads.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads: those that there are do all
-  }
-  work();
-  for (auto& thread : threads) thread.join();
+  const auto num_blocks = [](const Piece& piece) { return divided_up(piece.numel, piece.block); };
+  const auto at_once = [](const Piece& piece) { return piece.block < kChunk ? kChunk / piece.block : 1; };  // blocks
+  in_turns(
+      num_pieces, num_threads,
+      [&](int64_t i) { return divided_up(num_blocks(pieces[i]), at_once(pieces[i])); },
+      [&](int64_t i, int64_t chunk) {
+        const int64_t first = chunk * at_once(pieces[i]), last = first + at_once(pieces[i]), end = num_blocks(pieces[i]);
+        update_chunk(pieces[i], settings[i], first, last < end ? last : end);
+      });
 }

@@ -41,10 +41,11 @@ _log = logging.getLogger("zeroshard.kernels")
 @cache
 def loop(name: str) -> ctypes.CDLL | None:
     """Return the library made of ``name.cpp``, compiled now if nobody has done so; None if it cannot be."""
-    text = Path(__file__).with_name(f"{name}.cpp")
+    text, shared = (Path(__file__).with_name(each) for each in (f"{name}.cpp", "cpu_loops.h"))
     flags = (*FLAGS, *VECTORS.get(torch.backends.cpu.get_cpu_capability(), ()))
     # A home may be shared by machines with other processors: each has a file of its own.
-    key = sha256("\0".join([text.read_text(encoding="utf-8"), machine(), *flags]).encode()).hexdigest()[:16]
+    texts = [each.read_text(encoding="utf-8") for each in (text, shared)]
+    key = sha256("\0".join([*texts, machine(), *flags]).encode()).hexdigest()[:16]
     try:
         with _folder() as folder:
             path = folder / f"{name}-{key}.so"

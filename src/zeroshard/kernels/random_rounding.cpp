@@ -1,32 +1,14 @@
 // States of optimizers in fewer bits on a CPU, in one pass over memory: the operations of random_rounding.py, in their
 // order. Each is one that IEEE 754 rounds once, so the bits are those of the reference.
 
-#include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "cpu_loops.h"
 
 namespace {
 
-constexpr float kKnee = 0.0625f, kTiny = 0x1p-126f;
-constexpr double kSigned = 127 * 1.0625, kUnsigned = 256 * 1.0625;
-constexpr float kFromSigned = float(1 / kSigned), kFromUnsigned = float(1 / kUnsigned);
 constexpr int64_t kPeriod = 16384, kMostBlock = 4096;  // elements: of the noise, and of a block
-
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-inline float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
 
 // A row of the table: addresses, the elements, and what they are kept as. `words` is of the first element.
 struct Row {
@@ -119,30 +101,13 @@ void convert(const Row& row, int64_t block, bool encodes, int64_t start, int64_t
 
 }  // namespace
 
-// Encode or decode the rows on at most `num_threads` threads, which end before it returns. They take periods in turn.
+// Encode or decode the rows on at most `num_threads` threads, a period of the noise at a time.
 extern "C" void zeroshard_convert_states(const Row* rows, int64_t num_rows, int64_t block, int64_t encodes,
                                          int64_t num_threads) {
-  std::atomic<int64_t> next{0};
-  const auto work = [&] {
-    int64_t row = 0, before = 0;  // periods of all rows before this one
-    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)), true;) {
-      for (;; ++row) {
-        if (row == num_rows) return;
-        const int64_t numel = rows[row].numel, num_parts = (numel + kPeriod - 1) / kPeriod;
-        if (part < before + num_parts) {
-          const int64_t start = (part - before) * kPeriod, stop = start + kPeriod;
-          convert(rows[row], block, encodes != 0, start, stop < numel ? stop : numel);
-          break;
-        }
-        before += num_parts;
-      }
-    }
-  };
-  std::vector<std::thread> threads;
-  try {
-    for (int64_t i = 1; i < num_threads; ++i) threads.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads: those that there are do all
-  }
-  work();
-  for (auto& thread : threads) thread.join();
+  in_turns(
+      num_rows, num_threads, [&](int64_t i) { return (rows[i].numel + kPeriod - 1) / kPeriod; },
+      [&](int64_t i, int64_t period) {
+        const int64_t start = period * kPeriod, stop = start + kPeriod;
+        convert(rows[i], block, encodes != 0, start, stop < rows[i].numel ? stop : rows[i].numel);
+      });
 }

@@ -232,6 +232,7 @@ def encode_states(states: Sequence[State], block: int) -> None:
     """Write each state's values, which are lost, into what it is kept in; at once where there is a loop."""
     if not _looped(states, block, encodes=True):
         for values, kept, code, of in states:
+            assert of is not None
             if code is None:
                 round_to_bf16(values, *kept, of)
             else:
