@@ -1,6 +1,7 @@
 """Runs of the trainer whose optimizer keeps 8-bit states: the same bits on any ranks, and other optimizers later."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw8bit import joined
 from zeroshard.train.loop.loop import train
+from zeroshard.train.setup.assemble import serving
 from zeroshard.train.setup.build import build_run
 
 DTYPES = {"adamw8bit": "float32", "flashadamw": "bfloat16", "muon8bit": "float32", "adamw": "float32"}
@@ -77,3 +80,11 @@ def test_a_run_does_not_go_on_with_another_rule(tiny_config):
     run(tiny_config(optimizer="muon8bit", max_steps=2, eval_interval=0, decay_steps=4), 1)
     with pytest.raises(UserError, match="optimizer: the checkpoint was saved with muon8bit, now it is adamw8bit"):
         run(tiny_config(optimizer="adamw8bit", resume="auto", max_steps=4, eval_interval=0, decay_steps=4), 1)
+
+
+def test_the_start_says_what_updates_states_in_8_bits(tiny_config):
+    model, cpu = SimpleNamespace(operations=()), torch.device("cpu")
+    by_loop = "reference" if cpu_loops.loop("adamw8bit") is None else "C++ loop"
+    for kernels, found in (("auto", by_loop), ("reference", "reference")):
+        config = tiny_config(optimizer="adamw8bit", kernels=kernels)
+        assert serving(config, model, cpu) == {"AdamW8bit": found}

@@ -16,6 +16,7 @@ from zeroshard import rules
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
+from zeroshard.kernels.adamw8bit import in_one_pass
 from zeroshard.models import (
     GPT2Config,
     InitialValues,
@@ -292,5 +293,9 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
 def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:
     """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
     served = describe(device, config.kernels, model.operations)
-    adamw = "torch fused" if config.fused and config.optimizer not in IN_8_BITS else "torch"
-    return {**served, **({"Muon": "torch"} if config.optimizer in OF_MATRICES else {}), "AdamW": adamw}
+    if config.optimizer in IN_8_BITS:
+        in_a_loop = device.type == "cpu" and config.kernels == "auto" and in_one_pass("cpu")
+        adamw = {"AdamW8bit": "C++ loop"} if in_a_loop else describe(device, config.kernels, ["adamw8bit"])
+    else:
+        adamw = {"AdamW": "torch fused" if config.fused else "torch"}
+    return {**served, **({"Muon": "torch"} if config.optimizer in OF_MATRICES else {}), **adamw}
