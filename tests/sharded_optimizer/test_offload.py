@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from zeroshard.comm import LocalCommunicator, run_threads, streams
 from zeroshard.errors import UserError
 from zeroshard.sharded_optimizer import away
 from zeroshard.zero import Offload, ShardedOptimizer
+from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import extent_bytes
 
 NUM_STEPS = 6
@@ -242,3 +244,31 @@ def test_an_update_that_does_not_wait_for_copies_down_is_seen(guarded, monkeypat
     monkeypatch.setattr(away.StatesAway, "_wait", lambda self, params: None)
     with pytest.raises(Hazard, match="does not wait for"):
         _on_a_gpu(monkeypatch)
+
+
+def test_a_step_ends_when_its_states_are_in_the_file(monkeypatch, tmp_path):
+    write, written = disk._write, []
+
+    def slowly(*what):
+        time.sleep(0.02)
+        write(*what)
+        written.append(what)
+
+    monkeypatch.setattr(disk, "_write", slowly)
+    torch.manual_seed(0)
+    there = [nn.Parameter(torch.randn(300, 7)) for _ in range(4)]
+    here = [nn.Parameter(param.detach().clone()) for param in there]
+    place = Offload(optimizer="disk", grads="device", path=str(tmp_path))
+    optimizers = [
+        ShardedOptimizer(there, torch.optim.AdamW, comm=LocalCommunicator(), offload=place),
+        torch.optim.AdamW(here),
+    ]
+    for _ in range(3):
+        for params, optimizer in zip((there, here), optimizers, strict=True):
+            for number, param in enumerate(params):
+                param.grad = torch.full_like(param, number + 1.0)
+            optimizer.step()
+        for one, other in zip(there, here, strict=True):
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(optimizers[0].state[one][kind], optimizers[1].state[other][kind])
+    assert written

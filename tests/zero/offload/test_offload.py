@@ -490,7 +490,27 @@ def test_a_failed_update_names_its_unit_at_the_next_touch_and_no_later_unit_is_u
             _backward(net)
         with pytest.raises(RuntimeError, match=r"^step: the update of unit blocks.1 failed"):
             zero.state_dict()
+        with pytest.raises(RuntimeError, match=r"^step: the update of unit blocks.1 failed"):
+            zero.units[3].groups[0].params.update.wait()  # its turn has come, if it has one
         assert torch.equal(zero.units[3].groups[0].params._master, before)
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_weights_that_are_loaded_are_those_of_the_next_forward(weights):
+    def on_rank(comm):
+        torch.manual_seed(0)
+        net, other = Net(3), Net(3)
+        wanted, loaded = other(rows(0)).detach(), other.state_dict()
+        zero = Zero(net, 3, list(net.blocks), comm, offload=Offload(weights=weights))
+        optim = zero.optimizer(torch.optim.SGD, lr=1e-2)
+        for _ in range(2):
+            _backward(net)
+            optim.step()
+        zero.load_state_dict(loaded)
+        with torch.no_grad():
+            return torch.equal(net(rows(0)), wanted)
+
+    assert run_threads(on_rank, 2) == [True, True]
 
 
 def test_a_schedule_that_changes_settings_after_the_step_does_not_change_the_step(monkeypatch):

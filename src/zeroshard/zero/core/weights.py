@@ -183,7 +183,7 @@ class Weights:
         with torch.no_grad():
             if not self.shard_optim:
                 if changed and not self._aliased:
-                    self._work = self.transport.copy(self.full, self.master, self._streams, self._written_at, read_at)
+                    self._work = self.transport.copy(self.full, self.master, self._streams, self._written_at)
                 self.state = GATHERING if not visible else REFRESHING if self._work else UNSHARDED
                 return
             with self._streams.on("copy_in", self._written_at, read_at):
