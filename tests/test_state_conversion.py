@@ -36,10 +36,10 @@ def net(dtype):
     return nn.ModuleDict({"blocks": nn.ModuleList(layers[:2]), "head": layers[2]}).to(dtype)
 
 
-def trained(zero, model, cls, steps):
+def trained(zero, model, cls, steps, **settings):
     """An optimizer of ``model`` after some steps of gradients that do not depend on the number of ranks."""
     groups = muon_groups(model.named_parameters(), 0.1, ["blocks"]) if issubclass(cls, MuonAdamW) else None
-    optimizer = zero.optimizer(cls, groups, lr=0.01)
+    optimizer = zero.optimizer(cls, groups, lr=0.01, **settings)
     for step in range(steps):
         rows = torch.randn(4, 31, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
         x = rows
@@ -51,14 +51,14 @@ def trained(zero, model, cls, steps):
     return optimizer
 
 
-def run(world_size, stage, cls, dtype, *, steps=0, path="", load="", state_dict=None):
+def run(world_size, stage, cls, dtype, *, steps=0, path="", load="", state_dict=None, **settings):
     """The weights and the state of an optimizer that is saved to ``path``, or loaded."""
     start = net(dtype)
 
     def on_rank(comm):
         model = copy.deepcopy(start)
         zero = Zero(model, stage, [*model["blocks"]], comm)
-        optimizer = trained(zero, model, cls, steps)
+        optimizer = trained(zero, model, cls, steps, **settings)
         if load:
             zeroshard.load(load, zero)
         if state_dict is not None:
@@ -131,6 +131,27 @@ def test_a_checkpoint_in_8_bits_is_read_as_it_is_by_its_own_class(tmp_path, capl
         assert all(torch.equal(own[kind], value) for kind, value in state.items())
 
 
+@pytest.mark.parametrize("how", ["checkpoint", "state dict"])
+@pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, FP32), (FlashAdamW, BF16), (MuonAdamW8bit, FP32)])
+@pytest.mark.parametrize(("before", "after"), [(64, 256), (1024, 256)])
+def test_codes_of_other_blocks_are_encoded_in_the_optimizer_s_own(tmp_path, caplog, cls, dtype, before, after, how):
+    path = str(tmp_path / "saved")
+    weights, saved = run(4, 3, cls, dtype, steps=3, path=path, block=before)
+    given = {"load": path} if how == "checkpoint" else {"state_dict": saved}
+    found, loaded = run(2, 1, cls, dtype, block=after, **given)
+    assert {group["block"] for group in loaded["param_groups"]} == {after}
+    assert {group["lr"] for group in loaded["param_groups"]} == {0.01}
+    for state, own in zip(saved["state"].values(), loaded["state"].values(), strict=True):
+        numel = max(value.numel() for value in state.values())  # one block before and after: as it was
+        expected = state if numel <= min(before, after) else as_codes(as_values(state), after)
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[kind], torch.as_tensor(value)) for kind, value in expected.items())
+    if how == "checkpoint":
+        (line,) = caplog.messages
+        assert f"encoded in blocks of {after} instead of {before}, which rounds them again" in line
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
 def test_states_of_another_rule_are_refused_in_one_line(tmp_path, cls):
     path = str(tmp_path / "saved")
@@ -159,14 +180,18 @@ class Saved:
         return self.states[kind].reshape(-1)[slice(*interval)].clone()
 
 
+@pytest.mark.parametrize("saves", ["fp32", "blocks of 64", "blocks of 1024"])
 @pytest.mark.parametrize("cls", [AdamW8bit, torch.optim.AdamW])
-def test_codes_of_any_interval_are_those_of_the_whole_parameter(cls):
+def test_codes_of_any_interval_are_those_of_the_whole_parameter(cls, saves):
     torch.manual_seed(0)
     first = torch.cat([torch.randn(512), 1e-5 * torch.randn(188)])  # the last block is small, and shorter
     wide = {"exp_avg": first, "exp_avg_sq": first.square(), "step": torch.tensor(3.0), "param": torch.ones(700)}
     narrow = as_codes(wide, 256)
     assert (as_values(narrow)["exp_avg"] - first).abs()[512:].max() < 2e-6
     saved, expected = (wide, narrow) if cls is AdamW8bit else (narrow, as_values(narrow))
+    if saves != "fp32":
+        saved = as_codes(wide, int(saves.removeprefix("blocks of ")))
+        expected = as_values(saved) if cls is torch.optim.AdamW else as_codes(as_values(saved), 256)
     facts = ParamFacts("p", (700,), FP32, torch.device("cpu"), kept_whole=False, block=256)
     seen = as_kept(partial(cls), [({}, [facts])], Saved(saved), say=False)
     assert seen.kinds("p").keys() == expected.keys()

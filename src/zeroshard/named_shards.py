@@ -156,6 +156,8 @@ def _with_names(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[tupl
 
 # Settings that choose an implementation, not a result: they suit the machine that saved, maybe not the one that loads.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# Settings by which states are laid out: saved ones are encoded in the blocks of those that load them.
+LAYOUT = frozenset({"block"})
 _OF_SCHEDULERS = frozenset({"initial_lr"})  # a scheduler that resumes requires it
 
 
@@ -165,7 +167,8 @@ def restore_settings(
     """Restore to param groups the settings that `named_group` recorded, as ``optimizer.load_state_dict`` does.
 
     Each group takes the settings of the saved group with the same parameters, except those that choose kernels
-    (``foreach``, ``fused``, ``capturable``). A group without such a counterpart keeps its settings, with a warning.
+    (``foreach``, ``fused``, ``capturable``) or the ``block`` of 8-bit states. A group without such a counterpart keeps
+    its settings, with a warning.
 
     Args:
         groups: param groups of an optimizer; changed in place.
@@ -189,7 +192,7 @@ def after_restoring(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
     return {
         key: _restored(group.get(key), value)
         for key, value in saved.items()
-        if key not in _IMPLEMENTATION and key != "params" and (key in group or key in _OF_SCHEDULERS)
+        if key not in _IMPLEMENTATION | LAYOUT and key != "params" and (key in group or key in _OF_SCHEDULERS)
     }
 
 

@@ -8,8 +8,12 @@ is asked for. So a load works at each stage and number of ranks, and reads no mo
 |-------------------------------|-------------------------------|------------------------------------------|
 | exp_avg_codes, exp_avg_scales | exp_avg                       | the codes, decoded                       |
 | exp_avg                       | exp_avg_codes, exp_avg_scales | the fp32 values, encoded in whole blocks |
+| codes in blocks of 64         | codes in blocks of 256        | the codes, decoded and encoded again     |
 | param in bf16, correction     | no correction                 | param: the fp32 values of both           |
 | param                         | correction                    | the bits of param that bf16 has not      |
+
+Whoever reads the weights alone, to begin another run or to export them, reads them with their corrections as well:
+`FullWeights`.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from zeroshard.kernels.state_codes import (
     encoded,
     num_blocks,
 )
-from zeroshard.named_shards import ShardReader
+from zeroshard.named_shards import LAYOUT, ShardReader
 from zeroshard.optimizer_classes.kept_states import CHECKPOINT, KeptStates, ParamFacts
 from zeroshard.optimizer_classes.saved_states import may_need_conversion
 
@@ -51,10 +55,11 @@ class _Form:
     """How the saved states of a parameter are read."""
 
     decode: frozenset[str]  # kinds in fp32 whose codes were saved
-    encode: frozenset[str]  # kinds in fp32 that were saved, and whose codes are read
+    encode: frozenset[str]  # kinds that were saved in fp32, or in other blocks, and whose codes are read
     joins: bool  # whether the weights are read with their corrections
     splits: bool  # whether corrections are made of the weights
     block: int  # of codes that are made
+    saved_block: int  # of codes that were saved and are encoded again; 0: there are none
 
     @property
     def changes(self) -> bool:
@@ -62,14 +67,46 @@ class _Form:
         return bool(self.decode or self.encode or self.joins or self.splits)
 
 
-def _form(saved: Iterable[str], kept: Iterable[str], block: int) -> _Form:
-    saved, kept = frozenset(saved), frozenset(kept)
-    decode = {kind for kind in CODE_OF if kind in kept - saved and kind + CODES in saved - kept}
-    encode = {kind for kind in CODE_OF if kind in saved - kept and kind + CODES in kept - saved}
-    of_flash = "exp_avg" + CODES  # a foreign class may have another state that is called correction
-    joins = {CORRECTION, of_flash} <= saved and bool(kept) and CORRECTION not in kept
-    splits = {CORRECTION, of_flash} <= kept and CORRECTION not in saved
-    return _Form(frozenset(decode), frozenset(encode), joins, splits, block)
+def _form(saved: Mapping[str, tuple[int, ...]], kept: Iterable[str], block: int) -> _Form:
+    """The form in which the ``saved`` kinds of state, with their shapes, are those that are ``kept``."""
+    kept = frozenset(kept)
+    decode = {kind for kind in CODE_OF if kind in kept - saved.keys() and kind + CODES in saved.keys() - kept}
+    encode = {kind for kind in CODE_OF if kind in saved.keys() - kept and kind + CODES in kept - saved.keys()}
+    saved_block = 0
+    for kind in (kind for kind in CODE_OF if kind + CODES in saved.keys() & kept):
+        numel, num_scales = prod(saved[kind + CODES]), prod(saved.get(kind + SCALES, ()))
+        if num_scales != num_blocks(numel, block):
+            saved_block = block_of(numel, num_scales)
+            encode.add(kind)
+    joins = _keeps_correction(saved) and bool(kept) and CORRECTION not in kept
+    splits = _keeps_correction(kept) and CORRECTION not in saved
+    return _Form(frozenset(decode), frozenset(encode), joins, splits, block, saved_block)
+
+
+def _keeps_correction(kinds: Iterable[str]) -> bool:
+    return {CORRECTION, "exp_avg" + CODES}.issubset(kinds)  # another class may have a state that is called correction
+
+
+class FullWeights:
+    """A `ShardReader` that shows weights with the further bits that `FlashAdamW` keeps of them: fp32 in place of bf16.
+
+    Rounded to bf16 they are the weights that were saved: a correction that ends half way to the bf16 number below is
+    shortened by a unit, 2^-16 of the weight. Other weights, and the states, are shown as they were saved.
+    """
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+
+    def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
+        """See `ShardReader.kinds`."""
+        return self._reader.kinds(name)
+
+    def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """See `ShardReader.read`."""
+        values = self._reader.read(name, kind, interval)
+        if kind == "param" and _keeps_correction(self._reader.kinds(name)):
+            return joined(values, self._reader.read(name, CORRECTION, interval).clamp_(min=-127))
+        return values
 
 
 class _Converted:
@@ -88,7 +125,7 @@ class _Converted:
             found[kind] = found.pop(kind + CODES)
             del found[kind + SCALES]
         for kind in form.encode:
-            shape = found[kind + CODES] = found.pop(kind)
+            found[kind + CODES] = shape = found.pop(kind) if kind in found else found[kind + CODES]
             found[kind + SCALES] = (num_blocks(prod(shape), form.block),)
         if form.joins:
             del found[CORRECTION]
@@ -105,12 +142,10 @@ class _Converted:
         if of_codes in form.encode:
             start, stop = interval
             first = start // form.block * form.block
-            numel = prod(self._reader.kinds(name)[of_codes])
-            values = read(of_codes, (first, min(-(-stop // form.block) * form.block, numel)))
+            values = self._values(name, of_codes, (first, -(-stop // form.block) * form.block))
             return encoded(values, form.block, CODE_OF[of_codes])[0][start - first : stop - first]
         if (of_scales := kind.removesuffix(SCALES)) in form.encode:
-            numel = prod(self._reader.kinds(name)[of_scales])
-            values = read(of_scales, (interval[0] * form.block, min(interval[1] * form.block, numel)))
+            values = self._values(name, of_scales, (interval[0] * form.block, interval[1] * form.block))
             return encoded(values, form.block, CODE_OF[of_scales])[1]
         if kind == "param" and form.joins:
             return joined(read("param", interval), read(CORRECTION, interval))
@@ -120,6 +155,14 @@ class _Converted:
             split(values, torch.empty(values.shape, dtype=torch.bfloat16), correction)
             return correction
         return read(kind, interval)
+
+    def _values(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
+        """The fp32 values of an interval, which may reach beyond the end, of a state that is encoded."""
+        kinds = self._reader.kinds(name)
+        in_fp32 = kind in kinds
+        stop = min(interval[1], prod(kinds[kind if in_fp32 else kind + CODES]))
+        inside = min(interval[0], stop), stop
+        return self._reader.read(name, kind, inside) if in_fp32 else self._decoded(name, kind, inside)
 
     def _decoded(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         kinds, (start, stop) = self._reader.kinds(name), interval
@@ -171,7 +214,9 @@ def _sentence(forms: Iterable[_Form], name: str) -> str:
     if decode:
         done.append(f"{_listed(decode)} decoded from 8-bit codes")
     if encode:
-        done.append(f"{_listed(encode)} encoded in blocks of {forms[0].block}, which rounds them to 8 bits")
+        before = max(form.saved_block for form in forms)
+        of = f" instead of {before}, which rounds them again" if before else ", which rounds them to 8 bits"
+        done.append(f"{_listed(encode)} encoded in blocks of {forms[0].block}{of}")
     if any(form.joins for form in forms):
         done.append("weights in bf16 joined with their corrections of 8 bits")
     if any(form.splits for form in forms):
@@ -203,18 +248,19 @@ def state_dict_as_kept(
         for key in saved["params"]:
             state = states.get(key, {})
             if may_need_conversion(make, state):
-                kinds = kept.kinds(facts[key])
-                form = _form(state, kinds, own.get("block", _BLOCK))
+                shapes = {kind: tuple(value.shape) for kind, value in state.items() if isinstance(value, Tensor)}
+                form = _form(dict.fromkeys(state, ()) | shapes, kept.kinds(facts[key]), own.get("block", _BLOCK))
                 changed |= form.changes
                 states[key] = _in_form(state, form)
         known = own.keys() | {"params", "param_names"}
-        options.append({**own, **{key: saved[key] for key in saved.keys() & known}} if changed else dict(saved))
+        found = {**own, **{key: saved[key] for key in saved.keys() & known}} if changed else saved
+        options.append({**found, **{key: own[key] for key in own.keys() & LAYOUT}})
     return {**state_dict, "state": states, "param_groups": options}
 
 
 def _in_form(state: Mapping[str, Any], form: _Form) -> Mapping[str, Any]:
     if form.encode:
-        state = as_codes(state, form.block)
+        state = as_codes(as_values(state), form.block)
     if form.decode:
         state = as_values(state)
     if form.joins:

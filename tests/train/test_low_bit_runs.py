@@ -5,10 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tiny_runs import built
 from zeroshard import checkpoint
+from zeroshard.cli import main
 from zeroshard.comm import run_threads
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.inference.generate import load_weights
 from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw8bit import joined
 from zeroshard.train.loop.loop import train
@@ -74,6 +78,28 @@ def test_a_run_goes_on_with_another_of_these_optimizers(tiny_config, capsys, cap
     if before == "flashadamw":
         name, state = next(iter(first["optimizer"]["state"].items()))
         assert not torch.equal(joined(first["model"][name], state["correction"]), first["model"][name].float())
+
+
+def test_weights_that_are_read_alone_have_their_further_bits(tiny_config, tmp_path):
+    """To begin another run, to export and to generate; an optimizer of fp32 weights trains on from all 24 bits."""
+    saved = run(tiny_config(optimizer="flashadamw", dtype="bfloat16", max_steps=2, eval_interval=0), 2)
+    states = saved["optimizer"]["state"]
+    bits = {name: state["correction"].clamp(min=-127) for name, state in states.items()}  # -128 is half way to a number
+    exact = {name: joined(saved["model"][name], each) for name, each in bits.items()}
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in exact.values())
+    of_run = {"init_from": str(tmp_path / "run")}
+    wide = tiny_config(optimizer="adamw", dtype="float32", strategy="zero3", out=str(tmp_path / "wide"), **of_run)
+    begun = built(wide).strategy.state_dict()
+    assert all(torch.equal(begun[name], weight) for name, weight in exact.items())
+    low = {"optimizer": "flashadamw", "dtype": "bfloat16", "out": str(tmp_path / "narrow")}
+    narrow = built(tiny_config(**low, **of_run)).strategy.state_dict()
+    assert all(torch.equal(narrow[name], saved["model"][name]) for name in exact)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(exported["transformer.wte.weight"], exact["wte.weight"])
+    path = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    alone = dict(load_weights(wide, exact["wte.weight"].shape[0], path).named_parameters())
+    assert all(torch.equal(alone[name], weight) for name, weight in exact.items())
 
 
 def test_a_run_does_not_go_on_with_another_rule(tiny_config):

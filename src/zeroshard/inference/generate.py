@@ -41,6 +41,7 @@ from zeroshard.models.hugging_face.folder import (
     text_files,
 )
 from zeroshard.named_shards import NamedShard, ShardReader, read_whole
+from zeroshard.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
@@ -372,7 +373,8 @@ class WeightsOnly:
 
     @torch.no_grad()
     def load_named_shards(self, reader: ShardReader) -> None:
-        """Copy weights and buffers from the checkpoint into the model."""
+        """Copy weights, with further bits that are in states, and buffers from the checkpoint into the model."""
+        reader = FullWeights(reader)
         for kind, tensors in ((self._kind, self._model.named_parameters()), ("buffer", self._model.named_buffers())):
             for name, tensor in tensors:
                 if kind == "buffer" and kind not in reader.kinds(name):  # a buffer that is not saved (persistent=False)

@@ -39,6 +39,7 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurCon
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.named_shards import ShardReader
 from zeroshard.sizes import parse_size
+from zeroshard.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
@@ -76,7 +77,8 @@ def run_export(config: ExportConfig) -> int:
     """
     source = _open(config)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
-    with checkpoint.CheckpointReader(source.folder, source.manifest) as reader, drafted(out) as draft:
+    with checkpoint.CheckpointReader(source.folder, source.manifest) as saved, drafted(out) as draft:
+        reader = FullWeights(saved)
         if isinstance(source.model, HuggingFaceModel) and source.lora and not config.merged:
             num_bytes = hf_folder_export.write_adapters(draft, source.model, reader, source.kind, dtype)
             hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import CheckpointReader
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, intervals, write_streamed
 from zeroshard.data import Tokenizer
 from zeroshard.data.chat_templates import JINJA_FILE, JSON_FILE, own_template
@@ -78,9 +77,7 @@ def _streamed(reader: ShardReader, part: FilePart, kind: str, dtype: torch.dtype
     return StreamedTensor(part.name, dtype, part.shape, parts)
 
 
-def write_adapters(
-    draft: Path, model: HuggingFaceModel, reader: CheckpointReader, kind: str, dtype: torch.dtype
-) -> int:
+def write_adapters(draft: Path, model: HuggingFaceModel, reader: ShardReader, kind: str, dtype: torch.dtype) -> int:
     """Write configuration and weights of the adapters into ``draft``, and return the weights' size in bytes.
 
     Args:

@@ -19,10 +19,13 @@ from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.parallel import Strategy
+from zeroshard.state_conversion import FullWeights
 
 
 class WeightsAlone:
     """A target for ``checkpoint.load`` that passes only the model's tensors on to ``strategy``.
+
+    Weights in bf16 of which an optimizer's states have further bits are passed on with these, in fp32.
 
     Args:
         strategy: the strategy to load into.
@@ -45,7 +48,7 @@ class WeightsAlone:
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Load the tensors of the chosen kinds into the strategy."""
-        self._strategy.load_named_shards(_OfKinds(self._seen_as(reader), self._kinds))
+        self._strategy.load_named_shards(_OfKinds(self._seen_as(FullWeights(reader)), self._kinds))
 
 
 class _OfKinds:
