@@ -8,11 +8,17 @@ Counted is all but weights, their gradients and inputs on the host. In the first
 length is counted in seconds; sizes and lifetimes are those of a run on a CPU. In the second one forward and backward of
 one sequence run: counted are torch's allocations (`zeroshard.profiling.memory`, which plans share no code with) and
 the growth of resident memory, less the slots on the host. Attention takes the square of the length in time.
+
+Resident memory is divided by what malloc says of its heaps after each operation. Blocks that were freed stay there as
+long as a later block above them is alive, and later ones of another size do not fit where they were: these pages are
+resident, but nobody uses them. What is left is in use: it is compared with the plan. glibc gives freed blocks back at
+once if ``MALLOC_MMAP_THRESHOLD_=65536`` and ``MALLOC_TRIM_THRESHOLD_=65536`` are set; each then costs page faults.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -24,10 +30,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.columns import columns
 from zeroshard.lab.predict.model_trace import trace_language_model
@@ -90,6 +98,36 @@ def planned_bytes(config: LlamaConfig, seq_len: int) -> int:
     return most
 
 
+class _Heaps(ctypes.Structure):
+    """What ``mallinfo2`` returns: bytes of all of malloc's heaps."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
+
+
+class InUse(TorchDispatchMode):
+    """The most resident bytes that malloc does not have free, after any operation of this block.
+
+    Attributes:
+        most: these bytes, more than at the beginning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mallinfo = ctypes.CDLL(None).mallinfo2
+        self._mallinfo.restype = _Heaps
+        self._before, self.most = self._now(), 0
+
+    def _now(self) -> int:
+        return _status("VmRSS") - self._mallinfo().fordblks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look."""
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self._now() - self._before)
+        return result
+
+
 def measured(config: LlamaConfig, seq_len: int) -> dict[str, int]:
     """Run forward and backward of one sequence; bytes by torch's allocations, of resident memory, and of the slots."""
     model = config.build()
@@ -102,10 +140,11 @@ def measured(config: LlamaConfig, seq_len: int) -> dict[str, int]:
     recorder.ignore([*model.parameters(), tokens])
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    with recorder:
+    with InUse() as in_use, recorder:
         model(tokens, tokens).backward()
-    resident = _status("VmHWM") - before - slot_bytes()
-    return {"allocated": recorder.peak.num_bytes, "resident": resident, "slots": slot_bytes()}
+    slots = slot_bytes()
+    resident, used = _status("VmHWM") - before - slots, in_use.most - slots
+    return {"allocated": recorder.peak.num_bytes, "in_use": used, "resident": resident, "slots": slots}
 
 
 def _status(name: str) -> int:
@@ -114,9 +153,10 @@ def _status(name: str) -> int:
 
 
 def lengths_table(given: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield a row for each length and way: planned, allocated, resident, and the slots."""
+    """Yield a row for each length and way: planned, allocated, resident and in use, all that is, and the slots."""
     mib = 2**20
-    yield ["tokens", "recomputed", "tiles", "planned MiB", "allocated", "of it", "resident", "of it", "slots", "s"]
+    measures = ["allocated", "of it", "in use", "of it", "resident", "of it"]
+    yield ["tokens", "recomputed", "tiles", "planned MiB", *measures, "slots", "s"]
     for seq_len in given.lengths:
         for how, tiles in BESIDE:
             config = config_of(given, given.layers[0], how, tiles, seq_len)
@@ -129,10 +169,10 @@ def lengths_table(given: argparse.Namespace) -> Iterator[list[str]]:
             ).stdout
             took, found = time.perf_counter() - began, json.loads(out)
             assert found["slots"] == slots, (found["slots"], slots)
-            shares = [f"{found[name] / mib:.1f}" for name in ("allocated", "resident")]
-            of = [f"{found[name] / planned:.3f}" for name in ("allocated", "resident")]
+            kinds = ("allocated", "in_use", "resident")
+            beside = [text for kind in kinds for text in (f"{found[kind] / mib:.1f}", f"{found[kind] / planned:.3f}")]
             yield [
-                *(f"{seq_len:,}", how, tiles, f"{planned / mib:.1f}", shares[0], of[0], shares[1], of[1]),
+                *(f"{seq_len:,}", how, tiles, f"{planned / mib:.1f}", *beside),
                 *(f"{slots / mib:.1f}", f"{took:.0f}"),
             ]
 

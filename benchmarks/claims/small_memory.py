@@ -9,10 +9,12 @@ same depth and a small width, says what a rank takes without a model; it is allo
 the bytes of its fp32 master weights and AdamW's two states (12 bytes a parameter). Then the run is tried three times:
 as it is, with states in the file, and with gradients and weights there too.
 
-Resident memory is that of the process without what it takes without a model: pages of its own, read from ``/proc``
-every few milliseconds; pages that ranks share, through which shared-memory collectives go, stand apart. Bytes of the
-disk are the kernel's count for each process. All of it, and seconds of a step, stand beside the run's plan. malloc
-gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what is resident is what is alive.
+Resident memory is that of the process without what it takes without a model, read from ``/proc`` every few
+milliseconds: pages of its own, and its part of the pages that ranks share, where a page that k ranks have mapped counts
+1/k in each (``Pss_Shmem``). The plan counts the buffers that shared-memory collectives read in place in its peak, and
+the communicator's slots beside it. Bytes of the disk are the kernel's count for each process. All of it, and seconds of
+a step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what
+is resident is what is alive.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ class Process:
 
     times: list[float] = field(default_factory=list)  # seconds since 1970
     data: list[int] = field(default_factory=list)
-    resident: list[int] = field(default_factory=list)
-    shared: list[int] = field(default_factory=list)  # with other ranks: what the communicator sends through
+    own: list[int] = field(default_factory=list)
+    shared: list[int] = field(default_factory=list)  # its part of what ranks share: collectives read there
+    resident: list[int] = field(default_factory=list)  # both
     read: list[int] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
@@ -87,15 +90,16 @@ def _family(pid: int) -> Iterator[int]:
 
 def _look(pid: int, found: Process) -> None:
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in _pairs(status) if rest.endswith("kB")}
+        text = Path(f"/proc/{pid}/status").read_text() + Path(f"/proc/{pid}/smaps_rollup").read_text()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in _pairs(text) if rest.endswith("kB")}
         moved = {name: int(rest) for name, rest in _pairs(Path(f"/proc/{pid}/io").read_text())}
     except (OSError, ValueError, IndexError):  # it has ended
         return
     found.times.append(time.time())
     found.data.append(sizes.get("VmData", 0))
-    found.resident.append(sizes.get("RssAnon", 0))
-    found.shared.append(sizes.get("RssShmem", 0))
+    found.own.append(sizes.get("RssAnon", 0))
+    found.shared.append(sizes.get("Pss_Shmem", 0))
+    found.resident.append(found.own[-1] + found.shared[-1])
     found.read.append(moved["read_bytes"])
     found.written.append(moved["write_bytes"])
 
@@ -123,6 +127,15 @@ class Run:
     def most(self, what: str) -> int:
         """The most that any rank had."""
         return max(rank.most(what, self.ends[-1]) for rank in self.ranks)
+
+    def planned(self, what: str) -> Any:
+        """What the run's plan says."""
+        return self.summary["plan"][what]["predicted"]
+
+    @property
+    def planned_bytes(self) -> int:
+        """The most that is resident by the plan: the peak of tensors, and the communicators' own buffers."""
+        return self.planned("peak_bytes") + self.planned("comm_bytes")
 
     def moved(self, what: str) -> float:
         """Bytes of a rank and step, of those after the first two."""
@@ -191,8 +204,7 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What each run had and did, with the bound of all."""
     tiny = train(given, folder / "tiny", TINY, "disk-all", None)
     assert tiny.status == 0, tiny.last
-    kept = tiny.summary["plan"]["peak_bytes"]["predicted"]
-    own, without = (tiny.most(what) - kept for what in ("data", "resident"))
+    own, without = tiny.most("data") - tiny.planned("peak_bytes"), tiny.most("resident") - tiny.planned_bytes
     num_params = _num_params(given)
     states = STATE_BYTES * num_params // given.nproc
     bound = int(states / given.times)
@@ -203,11 +215,11 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if run.status == 0:
             plan = run.summary["plan"]
             found[offload] |= {
-                "peak_bytes": plan["peak_bytes"]["predicted"],
+                "planned_bytes": run.planned_bytes,
                 "resident_bytes": run.most("resident") - without,
                 "shared_bytes": run.most("shared"),
                 "data_bytes": run.most("data") - own,
-                "planned_step_s": plan["step_s"]["predicted"],
+                "planned_step_s": run.planned("step_s"),
                 "step_s": run.step_s,
                 **_bytes_of_disk(plan, offload),
                 "written_bytes": run.moved("written"),
@@ -237,8 +249,9 @@ _MOVED = ("planned_written_bytes", "written_bytes", "planned_read_bytes", "read_
 def shown(found: dict[str, Any]) -> str:
     """The table, and a line on the bound."""
     names = [
-        "planned peak",
+        "planned",
         "resident",
+        "of it",
         "shared",
         "planned s",
         "s a step",
@@ -250,9 +263,10 @@ def shown(found: dict[str, Any]) -> str:
     rows = [["offload", "ends", *names]]
     for offload, run in ((name, run) for name, run in found.items() if isinstance(run, dict)):
         if run["status"]:
-            rows.append([offload, f"status {run['status']}: {run['last'][:60]}"] + [""] * 9)
+            rows.append([offload, f"status {run['status']}: {run['last'][:60]}"] + [""] * len(names))
             continue
-        sizes = [f"{run[name] / MIB:.1f} MiB" for name in ("peak_bytes", "resident_bytes", "shared_bytes")]
+        sizes = [f"{run[name] / MIB:.1f} MiB" for name in ("planned_bytes", "resident_bytes", "shared_bytes")]
+        sizes.insert(2, f"{run['resident_bytes'] / run['planned_bytes']:.3f}")
         times = [f"{run[name]:.2f}" if run[name] else "" for name in ("planned_step_s", "step_s")]
         moved = [f"{run[name] / MIB:.1f} MiB" for name in _MOVED]
         rows.append([offload, "trains", *sizes, *times, *moved])
@@ -261,7 +275,7 @@ def shown(found: dict[str, Any]) -> str:
         f"{found['bound_bytes'] / MIB:.1f} MiB beside "
         f"{found['own_bytes'] / MIB:.1f} MiB that it takes without a model"
     )
-    return "\n".join([said, *columns(rows, right=tuple(range(2, 11)))])
+    return "\n".join([said, *columns(rows, right=tuple(range(2, 12)))])
 
 
 if __name__ == "__main__":

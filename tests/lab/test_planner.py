@@ -168,13 +168,13 @@ def test_ranks_in_groups_have_a_communicator_of_nccls_for_each_kind_of_group():
     gpu = replace(small_gpu(10**10), device_type="cuda")
     planner = planner_for("gpt2-demo", world_size=4, gpu=gpu, overrides=SMALL)
     rows = {shards: planner.row(2, 1, shards) for shards in (1, 2, 4)}
-    assert {shards: row.process.nccl for shards, row in rows.items()} == {
+    assert {shards: row.process.comm_buffers for shards, row in rows.items()} == {
         1: NCCL_BYTES,
         2: 2 * NCCL_PAIR_BYTES,  # those that shard, and replicas
         4: NCCL_BYTES,
     }
     assert all(row.needed_bytes == row.step.peak.total + row.process.total for row in rows.values())
-    assert planner.on(world_size=1).row(2, 1).process.nccl == 0
+    assert planner.on(world_size=1).row(2, 1).process.comm_buffers == 0
 
 
 def test_a_row_fits_where_the_headroom_stays_free():

@@ -43,7 +43,7 @@ AT_LOSS = _moment(master=1, optimizer=2, activations=5)
 def test_fragments_are_a_share_of_what_comes_and_goes_and_not_of_states():
     found = process_memory(_step(PEAK), H100, EAGER, Process())
     assert (found.context, found.fragments, found.logits) == (CONTEXT_BYTES, round(FRAGMENTS * 4 * GB), 0)
-    assert found.total == sum(found.as_dict().values()) + found.nccl
+    assert found.total == sum(found.as_dict().values())
     assert found.reserved == found.total - CONTEXT_BYTES
     assert found.allocated == found.reserved - found.fragments
 
@@ -51,7 +51,7 @@ def test_fragments_are_a_share_of_what_comes_and_goes_and_not_of_states():
 def test_each_group_of_ranks_has_buffers_of_its_own_and_one_rank_none():
     sizes = {(1,): 0, (2,): NCCL_PAIR_BYTES, (8, 1): NCCL_BYTES, (8, 2): NCCL_BYTES + NCCL_PAIR_BYTES}
     for groups, num_bytes in sizes.items():
-        assert process_memory(_step(PEAK), H100, EAGER, Process(group_sizes=groups)).nccl == num_bytes
+        assert process_memory(_step(PEAK), H100, EAGER, Process(group_sizes=groups)).comm_buffers == num_bytes
 
 
 @pytest.mark.parametrize(

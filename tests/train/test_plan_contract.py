@@ -93,6 +93,9 @@ def test_the_line_has_bytes_messages_peak_and_time():
     )
     alone = replace(planned, messages=[each._replace(world_size=1) for each in planned.messages])
     assert Contract(alone).line() == "3.0MiB resident (params 3.0MiB), peak 5.0MiB, 500.0 ms a step"
+    shared = replace(alone, comm_bytes=4 << 20, step_s=None)
+    assert Contract(shared).line().endswith("peak 5.0MiB, buffers of communicators 4.0MiB")
+    assert Contract(shared).report(None, None, 2 << 20)["comm_bytes"]["ratio"] == 0.5
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------

@@ -55,3 +55,11 @@ def comm_entry(name: str) -> CommEntry:
         return CommEntry(name)
     todo = f"choose one of {', '.join(COMMUNICATORS)}, or write module:name"
     raise UserError("comm", f"there is no {name!r}", todo)
+
+
+def name_of(comm: Communicator) -> str:
+    """Return the name of the row that makes ``comm``, or what it wraps; empty for a communicator of no row."""
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
+    made_by = f"{type(comm).__module__}:{type(comm).__qualname__}"
+    return next((name for name, entry in COMMUNICATORS.items() if entry.factory == made_by), "")

@@ -209,9 +209,13 @@ class RingCommunicator(QueuedCommunicator):
 
     def _chunk(self, flat: Tensor) -> int:
         """Elements of a chunk: the same on every rank, because it depends only on the tensor's size."""
-        shard_bytes = -(-flat.nbytes // self.world_size)
-        chunk_bytes = min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-        return max(chunk_bytes // flat.element_size(), 1)
+        return max(chunk_bytes(flat.nbytes, self.world_size) // flat.element_size(), 1)
+
+
+def chunk_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes of a chunk of a tensor of ``num_bytes``, but for what is not a whole element."""
+    shard_bytes = -(-num_bytes // world_size)
+    return min(max(shard_bytes // _CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
 class _Sends:

@@ -43,8 +43,7 @@ def explain(planner: Planner, row: Row) -> str:
         what = f"Of the step quantising takes {seconds(took.wire_s)}, on the cores or the GPU that compute."
         lines += [what, ""]
     lines += [*columns([("time", "figure", "from"), *_rates(planner)]), *_ranges(row), "", *_memory(row)]
-    beside = {**row.process.as_dict(), "comm_buffers": row.process.nccl}
-    told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in beside.items() if n]
+    told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in row.process.as_dict().items() if n]
     return "\n".join([*lines, *(columns([("beside", "bytes", "from"), *told], right=(1,)) if told else [])])
 
 

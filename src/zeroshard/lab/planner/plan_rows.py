@@ -127,7 +127,7 @@ class Row:
             "fits": self.fits,
             "needed_bytes": self.needed_bytes,
             "headroom_bytes": self.headroom_bytes,
-            "peak_bytes": {**self.step.peak.by_category, "comm_buffers": self.process.nccl, **self.process.as_dict()},
+            "peak_bytes": {**self.step.peak.by_category, **self.process.as_dict()},
             "peak_at": self.step.peak.where,
             "resident_bytes": {
                 "after_initialisation": self.step.start,

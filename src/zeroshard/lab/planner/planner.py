@@ -214,10 +214,12 @@ class Planner:
                 num_shards // node_size if node_size else 0,
                 workload.sequence_parallel,
             ),
+            world_size=self.cluster.world_size,
             own_loss=workload.kernels != "reference",
             shards_grads=strategy.grads is SHARD and num_shards > 1,
             recomputes=getattr(config, "activation_checkpointing", "none") != "none",
             unread_bytes=workload.unread_bytes(micro_batch),
+            backend=self.cluster.within.backend,
         )
         return process_memory(step, self.device, self.software, what)
 

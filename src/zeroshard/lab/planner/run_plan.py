@@ -21,9 +21,10 @@ from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import host_rates, unit_times, waiting_s
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
+from zeroshard.lab.predict.process_memory import comm_buffer_bytes
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
-from zeroshard.lab.predict.traffic import flows_of, messages
+from zeroshard.lab.predict.traffic import collectives, flows_of
 from zeroshard.lab.predict.workload import input_slot_bytes
 from zeroshard.models import LanguageModel
 from zeroshard.models.inputs_on_host import CATEGORY
@@ -124,7 +125,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
     num_tokens = job.micro_batch_size * job.seq_len // job.sequence_parallel
     if waiting := input_slot_bytes(job.model, num_tokens, job.compute_dtype):
         resident[CATEGORY] = waiting
-    found = messages(
+    step = collectives(
         buffers,
         job.row,
         settings.precision,
@@ -139,7 +140,21 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
     parts = file_parts(
         buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, precision=settings.precision
     )
-    return Planned(resident, _sent(job, found), outer_steps=_outer_steps(job, buffers), file_bytes=sum(parts))
+    return Planned(
+        resident,
+        _sent(job, step.messages()),
+        outer_steps=_outer_steps(job, buffers),
+        file_bytes=sum(parts),
+        comm_bytes=comm_buffer_bytes(job.backend, job.world_size, _group_sizes(job), step),
+    )
+
+
+def _group_sizes(job: Job) -> list[int]:
+    """Number of ranks of each group that the run's communicator is split into, and of the whole."""
+    num_shards, near, node = job.shard_size, job.row.secondary_shard_size, job.wire.get("node_size")
+    found = [job.sequence_parallel, near or 1, *((1 if node == near else node, job.world_size // node) if node else ())]
+    found += [num_shards, job.world_size // num_shards] if 1 < num_shards < job.world_size else []
+    return [job.world_size, *found]
 
 
 def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibration) -> float:

@@ -96,6 +96,11 @@ class Link:
     # this may be more than the collective takes alone
     beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    @property
+    def backend(self) -> str:
+        """The communicator of `zeroshard.comm.registry` that it was measured with; empty: it was not measured."""
+        return self.name.partition(" among ")[0] if self.num_ranks else ""
+
 
 def _link(name: str, gb_per_s: float, step_s: float, source: str) -> Link:
     is_network = step_s == NETWORK_STEP_S

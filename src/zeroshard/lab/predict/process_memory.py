@@ -1,10 +1,11 @@
-"""Predicts the memory of a GPU process besides the tensors that the engine and the model allocate.
+"""Predicts the memory of a process besides the tensors that the engine and the model allocate; most of it is a GPU's.
 
     context     the CUDA context and its libraries, outside of torch's allocator. On an A100 of 39.5 GiB 14.25 GiB were
                 in use, of which torch had allocated 12.87 and reserved 0.89 more (TianheWu/CoSeR, issue 10).
-    nccl        buffers of a communicator, also outside of the allocator. 4 A100 with NVLink: 544 MB for a group of two,
-                688 MB for a larger one, and the same again for each further group (NVIDIA/nccl, issue 964); 8 H100:
-                1.06 GB with the context, PyTorch's own left out (NVIDIA/nccl, issue 1685).
+    comm_buffers  of a communicator, also outside of the allocator. NCCL on 4 A100 with NVLink: 544 MB for a group of
+                two, 688 MB for a larger one, and the same again for each further group (NVIDIA/nccl, issue 964); 8
+                H100: 1.06 GB with the context, PyTorch's own left out (NVIDIA/nccl, issue 1685). Our own, on a CPU:
+                exactly (`comm_buffer_bytes`).
     workspace   cuBLAS's workspace, in the allocator: 32 MiB on Hopper and later, 8 MiB before (PyTorch's default).
     logits      logits that the loss keeps beyond those in the model's trace; depends on how the loss is computed.
     compiled    torch.compile keeps more activations of a block than hand-written kernels. But it does not keep the
@@ -23,10 +24,13 @@ None of them enters the exact count of the engine's own memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zeroshard.lab.predict.actions import Step
+from zeroshard.comm.ring.ring import chunk_bytes
+from zeroshard.comm.ring.small import is_small
+from zeroshard.comm.shm.slots import NUM_SLOTS, SLOT_BYTES
+from zeroshard.lab.predict.actions import Issue, Step
 from zeroshard.lab.predict.rates import Software
 from zeroshard.profiling.devices import Device
 
@@ -55,9 +59,9 @@ KEPT_BY_COMPILED = 0.08  # additional activations, as a share; from the same run
 class ProcessMemory:
     """Bytes by purpose; the module's docstring explains each."""
 
-    # context, nccl: bytes outside of torch's allocator
+    # context, comm_buffers: bytes outside of torch's allocator
     context: int = 0
-    nccl: int = 0
+    comm_buffers: int = 0
     # workspace, logits, compiled: allocated bytes; the last may be negative
     workspace: int = 0
     logits: int = 0
@@ -69,7 +73,7 @@ class ProcessMemory:
     @property
     def total(self) -> int:
         """All bytes that come on top of the engine's and the model's tensors."""
-        return self.context + self.nccl + self.reserved
+        return self.context + self.comm_buffers + self.reserved
 
     @property
     def allocated(self) -> int:
@@ -82,8 +86,9 @@ class ProcessMemory:
         return self.allocated + self.freed + self.fragments
 
     def as_dict(self) -> dict[str, int]:
-        """The bytes under their names in a plan's JSON, without NCCL's, which a row has as ``comm_buffers``."""
+        """The bytes under their names in a plan's JSON."""
         return {
+            "comm_buffers": self.comm_buffers,
             "cuda_context": self.context,
             "cublas_workspace": self.workspace,
             "logits": self.logits,
@@ -99,10 +104,12 @@ class Process:
 
     num_logits: int = 0  # tokens of a micro-batch times the vocabulary; 0 for a model that is no language model
     group_sizes: tuple[int, ...] = ()  # number of ranks of each group that the process communicates in
+    world_size: int = 1  # number of all ranks
     own_loss: bool = False  # whether the trace has our own loss, which keeps only a chunk of the logits at a time
     shards_grads: bool = False  # whether gradients are sharded between a backward and the update
     recomputes: bool = False  # whether blocks recompute activations
     unread_bytes: int = 0  # bytes of activations that are kept although backward does not read them
+    backend: str = ""  # of the ranks of a CPU, as `zeroshard.comm.registry` names it; empty: not known
 
 
 SOURCES: Mapping[str, str] = {
@@ -112,14 +119,15 @@ SOURCES: Mapping[str, str] = {
     "compiled_code": "fitted to runs of LitGPT on H100",
     "freed_gradients": "the gradients' shards, which activations do not fit into",
     "fragments": f"{FRAGMENTS:.0%} of what comes and goes: reserved over allocated in nanotron's logs",
-    "comm_buffers": "measured by a user of four A100",
+    "comm_buffers": "NCCL: measured by a user of four A100; ours: by their sizes",
 }
 
 
 def process_memory(step: Step, device: Device, software: Software, what: Process) -> ProcessMemory:
-    """The memory of a process that runs ``step`` with ``software`` on ``device``; all zeros unless that is a GPU."""
+    """The memory of a process that runs ``step`` with ``software`` on ``device``; of a CPU, communicators' alone."""
     if device.device_type != "cuda":
-        return ProcessMemory()
+        groups = what.world_size, what.group_sizes
+        return ProcessMemory(comm_buffers=comm_buffer_bytes(what.backend, *groups, step) or 0)
     kept_bytes, hole_bytes = _logit_bytes(software, own_loss=what.own_loss)
     fullest, logits, freed = step.peak, 0, 0
     if step.at_loss is not None:
@@ -135,13 +143,38 @@ def process_memory(step: Step, device: Device, software: Software, what: Process
     coming = step.peak.total + logits + compiled - sum(fullest.by_category.get(name, 0) for name in STATES)
     return ProcessMemory(
         context=CONTEXT_BYTES,
-        nccl=sum(NCCL_PAIR_BYTES if size == 2 else NCCL_BYTES for size in what.group_sizes if size > 1),
+        comm_buffers=sum(NCCL_PAIR_BYTES if size == 2 else NCCL_BYTES for size in what.group_sizes if size > 1),
         workspace=WORKSPACE_BYTES.get(device.sustained, USUAL_WORKSPACE_BYTES),
         logits=logits,
         compiled=compiled,
         freed=freed,
         fragments=round(FRAGMENTS * coming),
     )
+
+
+def comm_buffer_bytes(backend: str, world_size: int, group_sizes: Iterable[int], step: Step) -> int | None:
+    """Bytes of the buffers that a rank's communicators have of their own, once ``step`` was taken.
+
+    Args:
+        backend: ``shm``, ``ring``, or another one, of which they are not known: None.
+        world_size: number of all ranks, which have a communicator in any case.
+        group_sizes: number of ranks of each group that the process communicates in.
+        step: its collectives.
+    """
+    if world_size == 1:
+        return 0
+    sizes = [size for size in group_sizes if size > 1]
+    if backend == "shm":
+        return (len(sizes) + (world_size not in sizes)) * NUM_SLOTS * SLOT_BYTES
+    if backend != "ring":
+        return None
+    largest: dict[tuple[str, int], int] = {}  # a ring receives what it adds up in two chunks, and all else in place
+    for issue in (each for actions, _ in step.parts for each in actions if isinstance(each, Issue)):
+        sent, key = issue.message, (issue.group, issue.message.world_size)
+        adds = sent.world_size > 1 and sent.op in ("all_reduce", "reduce_scatter")
+        if adds and not is_small(sent.num_bytes, sent.world_size):
+            largest[key] = max(largest.get(key, 0), sent.num_bytes)
+    return sum(2 * chunk_bytes(num_bytes, size) for (_, size), num_bytes in largest.items())
 
 
 def _logit_bytes(software: Software, *, own_loss: bool) -> tuple[int, int]:

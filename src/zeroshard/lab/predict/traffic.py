@@ -32,15 +32,20 @@ from zeroshard.lab.predict.step import step_of
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
 
-def messages(
+def messages(buffers: Sequence[Buffer], *args: Any, **settings: Any) -> list[Message]:
+    """The collectives of any step but the first, in the order of issue; arguments as of `collectives`."""
+    return collectives(buffers, *args, **settings).messages()
+
+
+def collectives(
     buffers: Sequence[Buffer],
     strategy: ShardingStrategy,
     precision: MixedPrecision | None = None,
     *,
     flows: Sequence[bool] | None = None,
     **settings: Any,
-) -> list[Message]:
-    """The collectives of any step but the first, in the order of issue.
+) -> Step:
+    """A step, any but the first, in which nothing is computed: its collectives are those of a model's.
 
     The result is right for a model that calls each unit once, in the order of ``buffers``.
 
@@ -56,7 +61,7 @@ def messages(
     events = _events([True] * len(units) if flows is None else flows)
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)
     chosen = Settings(strategy, precision or MixedPrecision(), **settings)
-    return step_of(trace, buffers, OptimizerState(0), chosen).messages()
+    return step_of(trace, buffers, OptimizerState(0), chosen)
 
 
 def flows_of(buffers: Iterable[Buffer]) -> list[bool]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zeroshard import gc_frequency
-from zeroshard.comm import CONTROL, labelled
+from zeroshard.comm import CONTROL, buffer_bytes, labelled
 from zeroshard.data.base import EvalBatch
 from zeroshard.errors import ExitStatus
 from zeroshard.launch.environment import has_launcher, world_from_env
@@ -188,7 +188,8 @@ def _measured(run: Run, step_s: list[float]) -> dict[str, Any]:
     if run.contract:
         peak = run.measures.peak_bytes if run.measures else None
         settled = step_s[1:] or step_s  # leave out the first step, which warms up
-        found["plan"] = run.contract.report(peak, median(settled) if settled else None)
+        step = median(settled) if settled else None
+        found["plan"] = run.contract.report(peak, step, buffer_bytes(run.strategy.comm))
     return {**found, "link": run.link} if run.link else found
 
 

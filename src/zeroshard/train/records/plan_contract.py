@@ -62,6 +62,7 @@ class Job:
     optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
     free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
     ranks_per_node: int = 1  # which share the host
+    backend: str = ""  # the run's communicator, as `zeroshard.comm.registry` names it; empty: a user's own
 
 
 class Sent(NamedTuple):
@@ -92,6 +93,7 @@ class Planned:
     # of ranks that share sequences, the all-to-alls of a step in order; None: they are not predicted for this rank
     exchanges: Sequence[Sent] | None = None
     file_bytes: int = 0  # of the rank's file of states, read once and written once for each step
+    comm_bytes: int | None = None  # of the communicators' own buffers, beside the peak; None: they are not known
 
     def at(self, fragments: Sequence[int]) -> Sequence[Sent]:
         """Return the collectives of a step after which these fragments take an outer step, in order."""
@@ -165,10 +167,11 @@ class Contract:
         if planned.file_bytes and planned.step_s:
             line += f" (up to {planned.file_bytes * DAY_S / planned.step_s / 2**40:,.2f}TiB a day)"
         line += "" if planned.peak_bytes is None else f", peak {_mib(planned.peak_bytes)}"
+        line += f", buffers of communicators {_mib(planned.comm_bytes)}" if planned.comm_bytes else ""
         line += f", peak not predicted: {planned.why_no_peak}" if planned.why_no_peak else ""
         return line + ("" if planned.step_s is None else f", {planned.step_s * 1e3:.1f} ms a step")
 
-    def report(self, peak_bytes: int | None, step_s: float | None) -> dict[str, Any]:
+    def report(self, peak_bytes: int | None, step_s: float | None, comm_bytes: int | None = None) -> dict[str, Any]:
         """Return predicted and measured values side by side, for ``summary.json``; None if a value is not known."""
         planned = self.planned
         categories = [*planned.memory_bytes, *(self.memory_bytes.keys() - planned.memory_bytes.keys())]
@@ -193,6 +196,7 @@ class Contract:
                 for op in ops
             },
             "peak_bytes": _pair(planned.peak_bytes, peak_bytes),
+            "comm_bytes": _pair(planned.comm_bytes, comm_bytes),
             "step_s": _pair(planned.step_s, step_s),
         }
 

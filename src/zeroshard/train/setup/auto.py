@@ -22,6 +22,7 @@ import torch
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import largest
+from zeroshard.comm.registry import name_of
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
@@ -175,6 +176,7 @@ def job_of(
         micro_batch_size=config.micro_batch_size,
         seq_len=config.seq_len,
         uniform_order=comm.uniform_order,
+        backend=name_of(comm),
         device_type=device.type,
         keeps_ema=config.ema_decay > 0,
         calibration=config.plan.device,
