@@ -18,8 +18,8 @@ from zeroshard import rules
 from zeroshard.errors import UserError
 
 IGNORED = -100  # target of a position without one: the default ignore_index of torch's cross_entropy
-# Tokens, targets, weight; and positions if rows are packed.
-EvalBatch = tuple[Tensor, Tensor, int, *tuple[Tensor, ...]]
+# Tokens, targets, the loss's weight (0-dim, or [N] of N tiles); and positions if rows are packed.
+EvalBatch = tuple[Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
 
 
 def as_arguments(positions: Sequence[Tensor]) -> dict[str, Tensor]:

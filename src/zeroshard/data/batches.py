@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -54,6 +55,7 @@ class RowBatches:
         seed: seed of the shuffle.
         rows_at: returns the rows at training positions; None: a shuffle of ``rows`` by ``seed``.
         sequence_parallel: neighbouring ranks that share each row.
+        tiles: parts of a rank's part that have a loss each.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or no row.
@@ -69,12 +71,13 @@ class RowBatches:
         seed: int = 0,
         rows_at: RowsAt | None = None,
         sequence_parallel: int = 1,
+        tiles: int = 1,
     ) -> None:
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
         self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
-        self.cut = Cut.of(rank, sequence_parallel)
+        self.cut = Cut.of(rank, sequence_parallel, tiles)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
 
     @property
@@ -87,15 +90,14 @@ class RowBatches:
         self._check(micro_step)
         return self.cut(self.rows.read(self._rows(step, micro_step)))
 
-    def weight(self, step: int, micro_step: int) -> float:
-        """Return the factor for this rank's loss: [Note: The mean over what counts]."""
+    def weight(self, step: int, micro_step: int) -> Tensor:
+        """Return the factor for this rank's loss, of N tiles [N]: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
         total = self.rows.targets_in(self._rows_at(positions)).sum()
         self._check(micro_step)
         rows = self._rows(step, micro_step)
-        own = self.cut.num_targets(self.rows, rows)
-        return float(own * self.num_micro_batches * self.cut.num_parts / total)
+        return self.cut.num_targets(self.rows, rows).double() * (self.num_micro_batches * self.cut.num_parts) / total
 
     def _check(self, micro_step: int) -> None:
         if not 0 <= micro_step < self.grad_accum_steps:
@@ -143,10 +145,11 @@ class EvalBatches:
         world_size: int = 1,
         chosen: NDArray[np.int64] | None = None,
         sequence_parallel: int = 1,
+        tiles: int = 1,
     ) -> None:
         sizes = {"micro_batch_size": micro_batch_size, "max_rows": max_rows, "num_rows": rows.num_rows}
         _check_sizes(rank, world_size, **sizes)
-        self.rows, self.cut = rows, Cut.of(rank, sequence_parallel)
+        self.rows, self.cut = rows, Cut.of(rank, sequence_parallel, tiles)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
         if chosen is None:
             num_rows = min(max_rows, rows.num_rows)
@@ -170,37 +173,50 @@ class EvalBatches:
             first = min(batch, self.num_batches - 1) * self.micro_batch_size
             rows = self._rows[first : first + self.micro_batch_size]
             tokens_BT, targets_BT, *positions = self.cut(self.rows.read(rows))
-            weight = rows.size if isinstance(self.rows, TextRows) else self.cut.num_targets(self.rows, rows)
-            yield tokens_BT, targets_BT, weight if batch < self.num_batches else 0, *positions
+            weight = self.cut.num_targets(self.rows, rows)
+            if isinstance(self.rows, TextRows):  # every position has a target
+                weight.fill_(rows.size)
+            yield tokens_BT, targets_BT, weight * (batch < self.num_batches), *positions
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of each row a rank has."""
+    """Which part of each row a rank has, and into how many tiles with a loss each that part is cut again."""
 
     part: int  # its number, from 0
-    num_parts: int  # ranks that share each row; 1: a rank has whole rows
+    num_ranks: int  # that share each row; 1: a rank has whole rows
+    tiles: int = 1
 
     @classmethod
-    def of(cls, rank: int, sequence_parallel: int) -> Cut:
+    def of(cls, rank: int, sequence_parallel: int, tiles: int = 1) -> Cut:
         """Return the part of rank number ``rank``, where ``sequence_parallel`` neighbouring ranks share each row."""
-        return cls(rank % sequence_parallel, sequence_parallel)
+        return cls(rank % sequence_parallel, sequence_parallel, tiles)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a row with a loss each, of all ranks together."""
+        return self.num_ranks * self.tiles
 
     def __call__(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return this part of tokens, targets and what else there is, [B, T] each: [B, T / num_parts], contiguous."""
+        """Return this part of tokens, targets and what else there is, [B, T] each: [B, T / num_ranks], contiguous."""
         if self.num_parts == 1:
             return whole
-        tokens, targets, *others = (part_of(each, self.part, self.num_parts).contiguous() for each in whole)
-        if not bool((targets != IGNORED).any()):
-            targets[0, 0] = 0  # [Note: The mean over what counts]
+        tokens, targets, *others = (part_of(each, self.part, self.num_ranks).contiguous() for each in whole)
+        for tile in self._tiles(targets):
+            if not bool((tile != IGNORED).any()):
+                tile[0, 0] = 0  # [Note: The mean over what counts]
         return tokens, targets, *others
 
-    def num_targets(self, rows: Rows, chosen: NDArray[np.int64]) -> int:
-        """Return how many targets of this part of the ``chosen`` rows count."""
+    def num_targets(self, rows: Rows, chosen: NDArray[np.int64]) -> Tensor:
+        """Return how many targets of this part of the ``chosen`` rows count, 0-dim; of each of N tiles, [N]."""
         if self.num_parts == 1:
-            return int(rows.targets_in(chosen).sum())
-        targets_BT = part_of(rows.read(chosen)[1], self.part, self.num_parts)
-        return int((targets_BT != IGNORED).sum())
+            return torch.tensor(int(rows.targets_in(chosen).sum()))
+        targets_BT = part_of(rows.read(chosen)[1], self.part, self.num_ranks)
+        found = torch.stack([(tile != IGNORED).sum() for tile in self._tiles(targets_BT)])
+        return found if self.tiles > 1 else found[0]
+
+    def _tiles(self, part_BT: Tensor) -> list[Tensor]:
+        return [part_of(part_BT, tile, self.tiles) for tile in range(self.tiles)]
 
 
 def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:

@@ -151,7 +151,7 @@ class Decoder(LanguageModel, Generic[C]):
         x = self.final_norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # [B, T, V]
-        return head_loss(self.lm_head, x, targets_BT, self.kernels, **self.loss_options)
+        return head_loss(self.lm_head, x, targets_BT, self.kernels, sequence, **self.loss_options)
 
     def attach_sequence(self, sequence: SequenceParallel) -> None:
         """Give each block's attention the ranks."""

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.kernels import Choice
-from zeroshard.models.base import next_token_loss, projected_loss
+from zeroshard.models.base import losses_of_parts, projected_loss
+from zeroshard.models.sequence_parallel import SequenceParallel
 
 
 class Head(nn.Linear):
@@ -37,15 +38,20 @@ class Head(nn.Linear):
 
 
 def head_loss(
-    head: nn.Module, hidden_BTC: Tensor, targets_BT: Tensor, kernels: Choice | None = None, **options: Any
+    head: nn.Module,
+    hidden_BTC: Tensor,
+    targets_BT: Tensor,
+    kernels: Choice | None = None,
+    sequence: SequenceParallel | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Return the mean loss of ``head``'s logits; a `Head` need not materialize all of them at once.
+    """Return the mean loss of ``head``'s logits, or of each part of ``sequence`` that this rank has.
 
-    ``head`` is another module if adapters wrap it: the logits then depend on more than ``head.weight``.
+    A `Head` need not materialize all of them at once. ``head`` is another module if adapters wrap it: the logits then depend on more than ``head.weight``.
     """
     if isinstance(head, Head):
         return head(hidden_BTC, targets_BT, kernels, **options)
-    return next_token_loss(head(hidden_BTC), targets_BT, kernels, **options)
+    return losses_of_parts(head(hidden_BTC), targets_BT, kernels, sequence, **options)
 
 
 def with_embedding_and_head(

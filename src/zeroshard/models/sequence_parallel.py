@@ -37,6 +37,7 @@ from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
+from zeroshard.models.tiles_as_ranks import TilesAsRanks, in_groups
 from zeroshard.uncompiled import uncompiled
 
 LABEL = "attention/sequence"  # of the all-to-alls, in records and plans
@@ -48,21 +49,25 @@ class SequenceParallel:
     Args:
         comm: these ranks, in the order of their parts of a sequence; for nothing else.
         world: all ranks, over which an engine averages gradients; None: ``comm``.
+        tiles: parts that each rank computes as so many ranks would: `zeroshard.models.tiles_as_ranks`. None: one, whose
+            bits may differ from those of a tile.
 
     Attributes:
         rank: which part of each sequence this rank has, from 0.
-        size: N, into how many parts a sequence is cut.
+        size: N, among how many ranks a sequence is cut.
+        as_ranks: the tiles of this rank, or None.
     """
 
-    def __init__(self, comm: Communicator, world: Communicator | None = None) -> None:
+    def __init__(self, comm: Communicator, world: Communicator | None = None, *, tiles: int | None = None) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.world_size
         self.world = comm if world is None else world
+        self.as_ranks = None if tiles is None else TilesAsRanks(tiles)
         self.is_paused = self._has_same_rows = False
         self._around = uncompiled(self._exchanging)
 
     @classmethod
-    def of(cls, world: Communicator, size: int) -> Self:
-        """Share sequences among ``size`` neighbouring ranks of ``world`` each. Collective.
+    def of(cls, world: Communicator, size: int, *, tiles: int | None = None) -> Self:
+        """Share sequences among ``size`` neighbouring ranks of ``world`` each; ``tiles`` as above. Collective.
 
         Raises:
             UserError: groups of ``size`` do not partition the world.
@@ -70,11 +75,16 @@ class SequenceParallel:
         """
         rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
-        return cls(split(world, groups, anew=True), world)  # not behind the engine's collectives, even of one group
+        return cls(split(world, groups, anew=True), world, tiles=tiles)  # not behind the engine's collectives, even of one group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """A copy of a model is on the same ranks."""
         return self
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a sequence is cut, over ranks and their tiles."""
+        return self.size if self.as_ranks is None else self.size * self.as_ranks.num
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -129,19 +139,25 @@ class SequenceParallel:
     @contextmanager
     def paused(self) -> Generator[None]:
         """In this block each rank computes whole sequences by itself: to generate text, for one."""
-        before, self.is_paused = self.is_paused, True
+        before = self.is_paused
+        self._pause(True)
         try:
             yield
         finally:
-            self.is_paused = before
+            self._pause(before)
+
+    def _pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        if self.as_ranks is not None:
+            self.as_ranks.is_paused = is_paused
 
     def require_heads(self, num_heads: int) -> None:
         """Raise UserError if the ranks cannot divide ``num_heads`` query heads."""
-        rules.check_heads("sequence_parallel", self.size, num_heads)
+        rules.check_heads("sequence_parallel", self.num_parts, num_heads)
 
     def copies(self, num_kv_heads: int) -> int:
         """How often each key and value head is copied: [Note: Grouped queries over ranks]."""
-        return self.size // math.gcd(num_kv_heads, self.size)
+        return self.num_parts // math.gcd(num_kv_heads, self.num_parts)
 
     def around(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return ``attention`` of whole sequences, for this rank's tokens. Collective, as its backward is.
@@ -168,7 +184,12 @@ class SequenceParallel:
             if torch.is_autocast_enabled(q.device.type):
                 dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (each.to(dtype) for each in (q, k, v))
-        y = attention(*_Exchange.apply(self, True, q, k, v))
+        if self.size > 1:
+            q, k, v = _Exchange.apply(self, True, q, k, v)
+        tiles = self.num_parts // self.size
+        y = attention(q, k, v) if tiles == 1 else in_groups(attention, tiles, q, k, v)
+        if self.size == 1:
+            return y
         return _Exchange.apply(self, False, y.transpose(1, 2))[0].transpose(1, 2)
 
     def to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

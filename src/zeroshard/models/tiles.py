@@ -17,7 +17,7 @@ Shape legend: B batch, T sequence, C width, F width of a feed-forward layer's mi
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -109,7 +109,12 @@ def _length(tile: tuple[int, int]) -> int:
 
 
 def tiled(
-    function: Callable[..., Tensor], params: Iterable[nn.Parameter], num: int, *inputs: Tensor, random: bool = False
+    function: Callable[..., Tensor],
+    params: Iterable[nn.Parameter],
+    num: int,
+    *inputs: Tensor,
+    random: bool = False,
+    as_ranks: AsRanks | None = None,
 ) -> Tensor:
     """Return ``function(*inputs)``, computed for one tile of tokens after another.
 
@@ -119,6 +124,7 @@ def tiled(
         num: tiles, at most T.
         inputs: tensors [B, T, ...].
         random: whether it draws random numbers, so that backward must draw the same.
+        as_ranks: takes the gradients of each tile; None: they are added up.
 
     Raises:
         ValueError: there are no tiles, or an input has no dimensions for tokens and their numbers.
@@ -131,7 +137,7 @@ def tiled(
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*inputs, *trained)):
         return _by_tile(function, num, inputs)
     kept = _Kept.apply(torch.empty(0, requires_grad=True), *inputs)
-    tiling = _Tiling(function, num, kept.grad_fn, random, inputs[0].device)
+    tiling = _Tiling(function, num, kept.grad_fn, random, inputs[0].device, as_ranks)
     return _Tiles.apply(tiling, len(inputs), kept, *inputs, *trained)
 
 
@@ -150,9 +156,15 @@ class _Tiling:
     """How a call is tiled, and what its backward must find as forward had it."""
 
     def __init__(
-        self, function: Callable[..., Tensor], num: int, kept: Any, random: bool, device: torch.device
+        self,
+        function: Callable[..., Tensor],
+        num: int,
+        kept: Any,
+        random: bool,
+        device: torch.device,
+        as_ranks: AsRanks | None,
     ) -> None:
-        self.function, self.num, self.kept, self.device = function, num, kept, device
+        self.function, self.num, self.kept, self.device, self.as_ranks = function, num, kept, device, as_ranks
         kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
         self._autocast: dict[str, Any] = {
             "device_type": kind,
@@ -219,6 +231,7 @@ class _Tiles(torch.autograd.Function):
             torch.empty_like(each) if needs else None for each, needs in zip(inputs, wanted, strict=False)
         ]
         sums: list[Tensor | None] = [None] * len(trained)
+        apart: list[list[Tensor | None]] = []
         with tiling.same_random_numbers():
             for start, end in _turns(inputs[0].shape[1], tiling.num):
                 parts = [
@@ -231,13 +244,20 @@ class _Tiles(torch.autograd.Function):
                 leaves = [*(part for part in parts if part.requires_grad), *trained]
                 if start == 0:
                     _require_given(out, leaves)
-                found = iter(torch.autograd.grad(out, leaves, grads[0][:, start:end], allow_unused=True))
+                grad_of_out = grads[0][:, start:end] if tiling.as_ranks is None else grads[0][:, start:end].contiguous()
+                found = iter(torch.autograd.grad(out, leaves, grad_of_out, allow_unused=True))
                 del out
                 for whole in grads_of_inputs:
                     if whole is not None:
                         grad = next(found)
                         whole[:, start:end] = 0.0 if grad is None else grad
-                sums = [_added(total, grad) for total, grad in zip(sums, found, strict=True)]
+                if tiling.as_ranks is None:
+                    sums = [added(total, grad) for total, grad in zip(sums, found, strict=True)]
+                else:
+                    apart.append(list(found))
+        if tiling.as_ranks is not None:
+            of_each = zip(trained, zip(*apart, strict=True), strict=True)
+            sums = [tiling.as_ranks.grad_of(param, of_tiles) for param, of_tiles in of_each]
         of_params = (
             None if total is None else total.to(param.dtype) for total, param in zip(sums, trained, strict=True)
         )
@@ -259,13 +279,32 @@ def _require_given(out: Tensor, leaves: Sequence[Tensor]) -> None:
             raise RuntimeError(f"tiled: {what}; name it among params")
 
 
-def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """Return the sum of a parameter's gradients by tiles so far and the next one: at least in fp32, in place."""
     if grad is None:
         return total
     if total is None:  # a copy: autograd may hand out one tensor as the gradient of two parameters
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)
+
+
+class AsRanks(Protocol):
+    """Tiles of which each is computed as a rank of its own: `zeroshard.models.tiles_as_ranks.TilesAsRanks`."""
+
+    num: int
+
+    @property
+    def is_off(self) -> bool:
+        """Whether tiles are those of one rank now."""
+        ...
+
+    def inside(self) -> AbstractContextManager[None]:
+        """In this block modules are given one tile."""
+        ...
+
+    def grad_of(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Take the gradients of each tile; return what autograd adds to the parameter's."""
+        ...
 
 
 class Tiler:
@@ -275,7 +314,12 @@ class Tiler:
         how: none, auto, or a number of tiles.
         middle: numbers of a token that exist inside, as for `num_tiles`.
         random: whether it draws random numbers in training.
+
+    Attributes:
+        as_ranks: the tiles, if each is computed as a rank of its own.
     """
+
+    as_ranks: AsRanks | None = None
 
     def __init__(self, how: str, *, middle: int, random: bool = False) -> None:
         self.how, self.middle, self.random = how, middle, random
@@ -287,7 +331,16 @@ class Tiler:
         rows, num_tokens = inputs[0].shape[:2]
         num = num_tiles(self.how, num_tokens, inputs[0].numel() // (rows * num_tokens), self.middle)
         params = [param for module in modules for param in module.parameters()]
-        return tiled(function, params, num, *inputs, random=self.random and modules[0].training)
+        as_ranks = None if self.as_ranks is None or self.as_ranks.is_off else self.as_ranks
+        if as_ranks is not None:
+            num, function = as_ranks.num, partial(_inside, as_ranks, function)
+        random = self.random and modules[0].training
+        return tiled(function, params, num, *inputs, random=random, as_ranks=as_ranks)
+
+
+def _inside(as_ranks: AsRanks, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    with as_ranks.inside():
+        return function(*(each.contiguous() for each in inputs))  # as a rank has it
 
 
 def tile_mlps(module: nn.Module, how: str) -> list[str]:

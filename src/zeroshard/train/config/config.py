@@ -232,6 +232,17 @@ class TrainConfig(Config):
     )
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
+    @property
+    def tiles_as_ranks(self) -> int:
+        """Into how many tiles of tokens and of heads each rank cuts its part of a sequence, each computed as a rank."""
+        how = self.model.tiles
+        return int(how) if self.reproducible and how not in ("none", "auto") else 1
+
+    @property
+    def num_exact_terms(self) -> int:
+        """With ``reproducible``, how many gradients of a parameter a step adds up, or a fraction of them; else 0."""
+        return self.reproducible * self.sequence_parallel * self.tiles_as_ranks
+
     @model_validator(mode="after")
     def _machines_know_where(self) -> Self:
         if parse_nnodes(self.nnodes)[1] > 1 and not self.rdzv_endpoint:
@@ -309,6 +320,9 @@ class TrainConfig(Config):
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
+        if self.tiles_as_ranks > 1:
+            rules.check_even_parts("model.tiles", self.tiles_as_ranks)
+            rules.check_cut("seq_len", self.seq_len, self.sequence_parallel * self.tiles_as_ranks)
         if self.local_steps.on:
             rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.data import Batches
 from zeroshard.data.base import EvalBatch
+from zeroshard.models.tiles_as_ranks import TilesAsRanks
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.stopwatch import Stopwatch
@@ -45,7 +47,7 @@ class Corpus:
     num_tokens: int = 0  # to train on; 0 if they are streamed and so not counted
     # factor of the loss of (step, micro_step), if not all targets count: see [Note: The mean over what counts] in
     # `zeroshard.data.batches`
-    loss_weight: Callable[[int, int], float] | None = None
+    loss_weight: Callable[[int, int], Tensor] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
     said: str = ""  # how examples are packed into rows and sources mixed, in words
     facts: Mapping[str, Any] = field(default_factory=dict)  # the same as numbers, for the log
@@ -102,6 +104,7 @@ class Run:
     contract: Contract | None = None  # the run's plan
     about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
     local_steps: OuterSteps | None = None  # if they take local steps
+    tiles: TilesAsRanks | None = None  # if each is computed as a rank of its own
 
     @property
     def together(self) -> Communicator:

@@ -130,10 +130,14 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
 
 
 def backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns their (weighted) losses, ``[num_micro]``, fp64."""
-    num_micro, comm = run.schedule.grad_accum_steps, run.strategy.comm
+    """Forward and backward over this rank's micro-batches; returns their (weighted) losses in fp64.
+
+    These are ``[num_micro]``, or ``[num_micro * N]`` with N tiles that are computed as ranks.
+    """
+    num_micro, comm, tiles = run.schedule.grad_accum_steps, run.strategy.comm, run.tiles
+    num_losses = 1 if tiles is None else tiles.num
     # The losses stay on the device: reading them would make the host wait.
-    losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)
+    losses = torch.zeros(num_micro, num_losses, dtype=torch.float64, device=run.device)
     span = run.clock.span
     for micro_step in range(num_micro):
         if run.schedule.reproducible:
@@ -144,16 +148,15 @@ def backward(run: Run, step: int) -> Tensor:
             with span("forward"):
                 loss = run.strategy.model(tokens_BT, targets_BT, **as_arguments(positions))
                 if run.corpus.loss_weight is not None:
-                    loss = loss * run.corpus.loss_weight(step, micro_step)
+                    loss = loss * run.corpus.loss_weight(step, micro_step).to(loss)
             with span("backward"):
+                loss_share = loss.sum() / (num_micro * num_losses)
                 if run.scaler:
-                    loss_share = run.scaler.scale_loss(loss / (num_micro * run.scaler.divided_by))
-                else:
-                    loss_share = loss / num_micro
-                loss_share.backward()
+                    loss_share = run.scaler.scale_loss(loss_share / run.scaler.divided_by)
+                loss_share.backward() if tiles is None else tiles.backward(loss_share)
         losses[micro_step] += loss.detach().to(losses)
         del loss, loss_share  # after backward too their graph keeps inputs of recomputed blocks
-    return losses
+    return losses.view(-1)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -31,15 +31,16 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    found: list[Tensor] = []  # for each batch: [weighted loss, weight]
+    found: list[Tensor] = []  # for each batch: [weighted loss, weight], of each tile
     for tokens_BT, targets_BT, weight, *positions in batches:
         given = as_arguments([each.to(device) for each in positions])
         loss = model(tokens_BT.to(device), targets_BT.to(device), **given)
-        loss = weight * loss.to(torch.float64) if weight else torch.zeros((), dtype=torch.float64, device=device)
-        found.append(torch.stack([loss, torch.full_like(loss, weight)]))
+        weight = weight.to(device, torch.float64)
+        loss = torch.where(weight > 0, weight * loss.to(torch.float64), 0.0)
+        found.append(torch.stack([loss, weight], dim=-1).view(-1))
         alive()
     model.train(was_training)
-    own = torch.stack(found).view(-1).to(comm.control_device)
+    own = torch.cat(found).to(comm.control_device)
     everybodys = own.new_empty(comm.world_size * own.numel())
     with labelled(CONTROL):
         comm.all_gather(everybodys, own).wait()

@@ -58,7 +58,8 @@ def check_model(config: TrainConfig) -> None:
     """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
     sizes = model_config(config.model.name, overrides=model_overrides(config.model))
     longest = sizes.seq_len
-    rules.check_heads("sequence_parallel", config.sequence_parallel, sizes.n_head)
+    named = "sequence_parallel" if config.tiles_as_ranks == 1 else "model.tiles"
+    rules.check_heads(named, config.sequence_parallel * config.tiles_as_ranks, sizes.n_head)
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -186,8 +187,9 @@ def sharded(
         model.require_positions(attention_boundary_setting(config))
     if config.dtype == FP8:
         use_float8(model)
-    if config.sequence_parallel > 1:
-        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel))
+    if config.sequence_parallel * config.tiles_as_ranks > 1:
+        tiles = config.tiles_as_ranks if config.reproducible and not config.compile else None
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles))
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device, fullgraph=config.sequence_parallel == 1)
 
@@ -212,7 +214,7 @@ def sharded(
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.reproducible * config.sequence_parallel or None,
+        reproducible=config.num_exact_terms or None,
         offload=offload(config, strategy_entry(config.strategy).stage),
     )
     return model, build_strategy(config.strategy, setup)

@@ -140,6 +140,8 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
+    if config.tiles_as_ranks > 1 and comm.world_size > 1:  # the backwards of further tiles are not planned
+        return None
     narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
     if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
         return None
@@ -183,7 +185,7 @@ def job_of(
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.reproducible * config.sequence_parallel or None,
+        reproducible=config.num_exact_terms or None,
         sequence_parallel=config.sequence_parallel,
         offload=offload(config, stage),
         optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),

@@ -98,7 +98,8 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 def _ranks(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
     """Return the arguments by which batches know their ranks."""
-    return {"rank": comm.rank, "world_size": comm.world_size, "sequence_parallel": config.sequence_parallel}
+    shared = {"sequence_parallel": config.sequence_parallel, "tiles": config.tiles_as_ranks}
+    return {"rank": comm.rank, "world_size": comm.world_size, **shared}
 
 
 def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list[Path], list[DataMeta]]:

@@ -36,7 +36,7 @@ def require_shared(
     """
     sequence = model.sequence
     assert isinstance(sequence, SequenceParallel)
-    length = sequence.size * min(TOKENS_OF_A_RANK, seq_len // sequence.size)
+    length = sequence.num_parts * min(TOKENS_OF_A_RANK, seq_len // sequence.num_parts)
     tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     was_training = module.training
     module.eval()
