@@ -64,8 +64,12 @@ def check_heads(field: str, size: int, num_heads: int) -> None:
     """Check that ``size`` ranks divide the query heads of an attention layer evenly."""
     if num_heads % size:
         sizes = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
-        what = f"{size} ranks do not divide {num_heads} query heads"
-        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+        parts = "ranks" if field == "sequence_parallel" else "parts, each computed as a rank (reproducible),"
+        raise UserError(
+            field,
+            f"{size} {parts} do not divide {num_heads} query heads",
+            f"choose one of {', '.join(map(str, sizes))}",
+        )
 
 
 def check_even_parts(field: str, size: int) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import chats
+from hf_models import text_model  # noqa: F401 -- a fixture
 from tiny_runs import events_of, train_on
-from zeroshard.comm import run_threads
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
@@ -53,9 +54,78 @@ def _pair(tiny_config, tmp_path, size, model, **changes):
     return alone, _digest(tiny_config(**shared, out=str(tmp_path / "ranks")), size)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 @pytest.mark.parametrize("model", [LLAMA, GPT2, {**LLAMA, "n_kv_head": 1}])
 def test_one_rank_with_tiles_has_the_bits_of_ranks_that_share_sequences(tiny_config, tmp_path, model, strategy, size):
     tiles, ranks = _pair(tiny_config, tmp_path, size, model, strategy=strategy)
     assert tiles == ranks
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora": {"rank": 2}},
+        {"dtype": "bfloat16", "lora": {"rank": 2, "targets": ("all-linear",)}},
+        {"dtype": "float16", "grad_accum_steps": 3, "optim": {"label_smoothing": 0.1}},
+    ],
+)
+def test_packed_documents_adapters_and_narrow_dtypes_have_the_same_bits(
+    tiny_config, tmp_path, examples, changes, strategy, size
+):
+    given = {**examples, "micro_batch_size": 1, "strategy": strategy, **changes}
+    tiles, ranks = _pair(tiny_config, tmp_path, size, LLAMA, **given)
+    assert tiles == ranks
+
+
+@pytest.mark.parametrize(("size", "changes"), [(2, {}), (4, {"lora": {"rank": 2}})])
+def test_a_model_of_transformers_has_the_same_bits(tiny_config, tmp_path, text_model, examples, size, changes):  # noqa: F811
+    model = {"name": f"hf:{text_model}"}
+    given = {**examples, "strategy": "zero3", "max_steps": 3, **changes}
+    tiles, ranks = _pair(tiny_config, tmp_path, size, model, **given)
+    assert tiles == ranks
+
+
+def test_ranks_and_tiles_of_each_are_so_many_parts_together(tiny_config, tmp_path):
+    """Four parts: 4 tiles on each of 2 ranks that share nothing, and 2 tiles on each of 2 ranks of a sequence."""
+    given = {"reproducible": 2, "max_steps": 3, "seq_len": 32, "strategy": "zero3"}
+    found = []
+    for name, tiles, size, world in (("replicas", 4, 1, 2), ("both", 2, 2, 2), ("ranks", 1, 4, 4)):
+        model = {**LLAMA, **FULL, **({"tiles": str(tiles)} if tiles > 1 else {})}
+        changes = {"model": model, "sequence_parallel": size, "out": str(tmp_path / name)}
+        found.append(_digest(tiny_config(**given, **changes), world))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_differ(tiny_config, tmp_path):
+    model = {**GPT2, **FULL, "tiles": "2"}
+    config = tiny_config(model=model, reproducible=2, max_steps=1)
+    train_on(LocalCommunicator(), config)
+    said = events_of(config.out, "start")[0]["about"]["strategy"]
+    assert said.endswith("bits on any number up to 4; 2 tiles of a sequence on each are computed as 2 ranks")
+    for changes, line in (
+        ({"dropout": 0.1}, r"model.tiles: the model draws random numbers, .*; set dropout to 0, or leave tiles out"),
+        (
+            {"n_head": 1},
+            r"model.tiles: 2 parts, each computed as a rank .*, do not divide 1 query heads; choose one of 1",
+        ),
+    ):
+        with pytest.raises(UserError, match=line):
+            train_on(LocalCommunicator(), config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"tiles": "3"}, r"model.tiles: 3 is no power of two, and reproducible divides by the number of parts"),
+        ({"tiles": "32"}, r"seq_len: 16 tokens are fewer than the 32 ranks that share them"),
+    ],
+)
+def test_tiles_that_cannot_be_ranks_are_one_line(changes, line):
+    with pytest.raises(UserError, match=line):
+        validate(TrainConfig, {"seq_len": 16, "reproducible": 2, "model": {**LLAMA, **FULL, **changes}})

@@ -27,7 +27,7 @@ class MeanToken(nn.Module):
 
 
 def _batches(values):
-    return [(torch.full((2, 3), value), torch.zeros(2, 3), weight) for value, weight in values]
+    return [(torch.full((2, 3), value), torch.zeros(2, 3), torch.tensor(weight)) for value, weight in values]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -43,7 +43,8 @@ def test_the_mean_over_all_batches_is_the_same_at_any_world_size(world_size):
 
 
 def test_a_batch_of_no_weight_may_even_be_infinite():
-    batches = [(torch.tensor([[1.0]]), torch.zeros(1, 1), 1), (torch.tensor([[torch.inf]]), torch.zeros(1, 1), 0)]
+    values = ((1.0, 1), (torch.inf, 0))
+    batches = [(torch.tensor([[value]]), torch.zeros(1, 1), torch.tensor(weight)) for value, weight in values]
     assert evaluate(MeanToken(), batches, LocalCommunicator(), CPU) == 1.0
 
 

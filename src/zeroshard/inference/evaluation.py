@@ -154,7 +154,8 @@ def _model(
         return model, step, trained.seq_len
     _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
-    changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0}  # shared here, as models of each strategy are
+    # sequences are shared here, as those of models of each strategy are
+    changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0}
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, WeightsAlone(strategy), settings=False)
     return model, step, trained.seq_len

@@ -47,7 +47,8 @@ def head_loss(
 ) -> Tensor:
     """Return the mean loss of ``head``'s logits, or of each part of ``sequence`` that this rank has.
 
-    A `Head` need not materialize all of them at once. ``head`` is another module if adapters wrap it: the logits then depend on more than ``head.weight``.
+    A `Head` need not materialize all of them at once. ``head`` is another module if adapters wrap it: the logits then
+    depend on more than ``head.weight``.
     """
     if isinstance(head, Head):
         return head(hidden_BTC, targets_BT, kernels, **options)

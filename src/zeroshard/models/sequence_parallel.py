@@ -75,7 +75,8 @@ class SequenceParallel:
         """
         rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
-        return cls(split(world, groups, anew=True), world, tiles=tiles)  # not behind the engine's collectives, even of one group
+        # anew, so that they are not behind the engine's collectives, even of one group
+        return cls(split(world, groups, anew=True), world, tiles=tiles)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """A copy of a model is on the same ranks."""
@@ -153,7 +154,7 @@ class SequenceParallel:
 
     def require_heads(self, num_heads: int) -> None:
         """Raise UserError if the ranks cannot divide ``num_heads`` query heads."""
-        rules.check_heads("sequence_parallel", self.num_parts, num_heads)
+        rules.check_heads("sequence_parallel" if self.num_parts == self.size else "tiles", self.num_parts, num_heads)
 
     def copies(self, num_kv_heads: int) -> int:
         """How often each key and value head is copied: [Note: Grouped queries over ranks]."""

@@ -122,9 +122,7 @@ class TilesAsRanks:
         finally:
             self._is_inside = before
 
-    def _by_tile(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any
-    ) -> Any:
+    def _by_tile(self, name: str, module: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         """Return ``forward(*inputs)``, computed for one tile after another with the gradients of parameters apart."""
         if self.is_off:
             return forward(*inputs, **named)
@@ -261,6 +259,4 @@ def _as_received(group: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors [B, h, T, D] laid out as `SequenceParallel.to_heads` lays out what a rank has received."""
     message = torch.cat([each.transpose(1, 2).flatten(2) for each in group], dim=2)
     parts = message.split([each.shape[1] * each.shape[3] for each in group], dim=2)
-    return [
-        part.unflatten(2, (-1, each.shape[3])).transpose(1, 2) for part, each in zip(parts, group, strict=True)
-    ]
+    return [part.unflatten(2, (-1, each.shape[3])).transpose(1, 2) for part, each in zip(parts, group, strict=True)]

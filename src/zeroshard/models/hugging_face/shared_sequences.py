@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache as cached
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -161,6 +161,8 @@ def _register() -> None:
     for how in KERNELS:
         modelling.AttentionInterface.register(PREFIX + how, partial(_attention, how))
         masking.AttentionMaskInterface.register(PREFIX + how, partial(_mask, masking.AttentionMaskInterface()[how]))
+    mixin: Any = quiet_import("transformers.generation.utils").GenerationMixin
+    mixin.generate = _paused_alone(mixin.generate)
     finds = masking.find_packed_sequence_indices
     masking.find_packed_sequence_indices = lambda position_ids: finds(_whole(position_ids))
     if hasattr(masking, "packed_sequence_compatibility_function"):  # of later releases
@@ -168,6 +170,20 @@ def _register() -> None:
         masking.packed_sequence_compatibility_function = lambda function, position_ids, packed: fits(
             function, _whole(position_ids), packed
         )
+
+
+def _paused_alone(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``generate``, refused for models whose forward takes a rank's part: a prompt is a whole sequence."""
+
+    @wraps(generate)
+    def refusing(model: Any, *args: Any, **named: Any) -> Any:
+        sequence: SequenceParallel | None = getattr(model, "_shared_sequence", None)
+        if sequence is not None and not sequence.is_paused:
+            what = "generate() takes a prompt, and forward a rank's part of a sequence"
+            raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
+        return generate(model, *args, **named)
+
+    return refusing
 
 
 def _whole(part_Bt: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ class ModelConfig(Config):
 
     tiles: str = Field(
         "none",
-        description="Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many.",
+        description="Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many. "
+        "With reproducible, that many tiles compute the bits of as many ranks with sequence_parallel.",
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="hf: who computes attention, as transformers calls it; auto: sdpa, else eager."
