@@ -123,9 +123,11 @@ def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_diff
     ("changes", "line"),
     [
         ({"tiles": "3"}, r"model.tiles: 3 is no power of two, and reproducible divides by the number of parts"),
+        ({"tiles": "2", "plan": True}, r"plan.enforce: tiles that are computed as ranks \(reproducible\) have no plan"),
         ({"tiles": "32"}, r"seq_len: 16 tokens are fewer than the 32 ranks that share them"),
     ],
 )
 def test_tiles_that_cannot_be_ranks_are_one_line(changes, line):
+    given = {"seq_len": 16, "reproducible": 2, "plan": {"enforce": changes.pop("plan", False)}}
     with pytest.raises(UserError, match=line):
-        validate(TrainConfig, {"seq_len": 16, "reproducible": 2, "model": {**LLAMA, **FULL, **changes}})
+        validate(TrainConfig, {**given, "model": {**LLAMA, **FULL, **changes}})

@@ -323,6 +323,9 @@ class TrainConfig(Config):
         if self.tiles_as_ranks > 1:
             rules.check_even_parts("model.tiles", self.tiles_as_ranks)
             rules.check_cut("seq_len", self.seq_len, self.sequence_parallel * self.tiles_as_ranks)
+            if self.plan.enforce:
+                what = "tiles that are computed as ranks (reproducible) have no plan to be held to"
+                raise UserError("plan.enforce", what, "leave it out, or model.tiles")
         if self.local_steps.on:
             rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:

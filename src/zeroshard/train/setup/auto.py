@@ -135,12 +135,10 @@ def contract_of(
 ) -> Contract | None:
     """Return the contract of a run, with its plan from ``predict``; None if the run cannot be planned.
 
-    Runs of our stages with AdamW, also in 8 bits, can be planned, if ``predict`` is given.
+    Runs of our stages with AdamW, also in 8 bits, can be planned, if ``predict`` is given; not tiles that are ranks.
     """
     entry = strategy_entry(config.strategy)
-    if predict is None or not entry.planned or config.optimizer not in PLANNED:
-        return None
-    if config.tiles_as_ranks > 1 and comm.world_size > 1:  # the backwards of further tiles are not planned
+    if predict is None or not entry.planned or config.optimizer not in PLANNED or config.tiles_as_ranks > 1:
         return None
     narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
     if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
