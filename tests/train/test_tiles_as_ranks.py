@@ -103,10 +103,10 @@ def test_ranks_and_tiles_of_each_are_so_many_parts_together(tiny_config, tmp_pat
 
 
 def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_differ(tiny_config, tmp_path):
+    given = {"reproducible": 2, "max_steps": 2, "eval_interval": 0}
     model = {**GPT2, **FULL, "tiles": "2"}
-    config = tiny_config(model=model, reproducible=2, max_steps=1)
-    train_on(LocalCommunicator(), config)
-    said = events_of(config.out, "start")[0]["about"]["strategy"]
+    train_on(LocalCommunicator(), tiny_config(model=model, **given))
+    said = events_of(tmp_path / "run", "start")[0]["about"]["strategy"]
     assert said.endswith("bits on any number up to 4; 2 tiles of a sequence on each are computed as 2 ranks")
     for changes, line in (
         ({"dropout": 0.1}, r"model.tiles: the model draws random numbers, .*; set dropout to 0, or leave tiles out"),
@@ -115,8 +115,9 @@ def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_diff
             r"model.tiles: 2 parts, each computed as a rank .*, do not divide 1 query heads; choose one of 1",
         ),
     ):
+        config = tiny_config(model={**model, **changes}, out=str(tmp_path / next(iter(changes))), **given)
         with pytest.raises(UserError, match=line):
-            train_on(LocalCommunicator(), config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+            train_on(LocalCommunicator(), config)
 
 
 @pytest.mark.parametrize(
