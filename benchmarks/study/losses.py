@@ -82,13 +82,11 @@ def _tuned(*flags: str, lr: str = "1e-4") -> Choice:
     return Choice(1, (*flags, "--lr", lr), tuned=True)
 
 
+_LOW_BIT = ("adamw", "adamw8bit", "flashadamw")
 STATES = {
-    "adamw": Choice(1, ("--optimizer", "adamw")),
-    "adamw8bit": Choice(1, ("--optimizer", "adamw8bit")),
-    "tuned-adamw": _tuned("--optimizer", "adamw"),
-    "tuned-adamw8bit": _tuned("--optimizer", "adamw8bit"),
-    "lora-adamw": _tuned("--optimizer", "adamw", "--lora", "8", lr="1e-3"),
-    "lora-adamw8bit": _tuned("--optimizer", "adamw8bit", "--lora", "8", lr="1e-3"),
+    **{name: Choice(1, ("--optimizer", name)) for name in _LOW_BIT},
+    **{f"tuned-{name}": _tuned("--optimizer", name) for name in _LOW_BIT},
+    **{f"lora-{name}": _tuned("--optimizer", name, "--lora", "8", lr="1e-3") for name in _LOW_BIT[:2]},
 }
 STUDIES = {"remedies": REMEDIES, "states": STATES}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from zeroshard.errors import UserError
 
@@ -82,6 +82,23 @@ def check_has_range(name: str, wire: torch.dtype | str | None) -> None:
     if wire is not None and not isinstance(wire, str) and wire.is_floating_point and wire.itemsize < 2:
         what = f"{wire} has no scale, and most numbers are zero or too large in it"
         raise UserError(name, what, "choose 'e4m3', which has one for each block, or torch.bfloat16")
+
+
+def check_travels(field: str, wire: torch.dtype | str | None) -> None:
+    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format."""
+    if wire is None or wire in (*FORMATS, *SAME_AS):
+        return
+    if isinstance(wire, str) or not getattr(wire, "is_floating_point", False):
+        todo = f"choose a floating-point dtype, or {', '.join(FORMATS)}"
+        raise UserError(field, f"{wire!r} is not a wire format", todo)
+    check_has_range(field, wire)
+
+
+def format_of(wire: torch.dtype | str | None, block: int) -> Format | None:
+    """The format that a policy names by a dtype, or by a block format and its ``block``."""
+    if wire is None:
+        return None
+    return BlockFormat(cast(FormatName, wire), block) if isinstance(wire, str) else DtypeFormat(wire)
 
 
 def rounding_key(seed: int, step: int, unit: str, rank: int, part: int = 0) -> int:

@@ -21,9 +21,12 @@ BELOW_THE_CORE = ["comm", "errors.py", "rules.py", "stopwatch.py", "torch_intern
 BELOW_THE_CORE += ["wire_formats.py", "__init__.py", "lazily.py", "gc_frequency.py", "process.py"]
 BELOW_ZERO = [
     *BELOW_THE_CORE,
+    "balance.py",
+    "changed_values.py",
     "exact_sum.py",
     "meta_models.py",
     "named_shards.py",
+    "nested_tensors.py",
     "optimizer_classes",
     "unit_choice.py",
 ]

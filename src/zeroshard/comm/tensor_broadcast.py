@@ -6,6 +6,7 @@ Everything is sent as bytes, so tensors of any dtype share a collective and ever
 from __future__ import annotations
 
 import io
+import json
 import re
 import threading
 from collections import deque
@@ -95,6 +96,63 @@ class PendingBroadcasts:
         contents = oldest.buffer.split([tensor.nbytes for tensor in oldest.tensors])
         for tensor, content in zip(oldest.tensors, contents, strict=True):
             put_bytes(tensor, content)
+
+
+def broadcast_dicts(
+    comm: Communicator, mine: list[dict[str, Any]], src: int, device: torch.device, label: str
+) -> list[dict[str, Any]]:
+    """Return rank ``src``'s dicts of dense tensors and plain numbers, on every rank. Collective.
+
+    Args:
+        comm: the ranks that take part.
+        mine: the dicts, on rank ``src``; elsewhere it is ignored.
+        src: the rank that sends.
+        device: where ``comm`` communicates. A tensor that lies elsewhere (a step count on the CPU) goes through it.
+        label: the label of the broadcasts, for observers.
+
+    Raises:
+        ValueError: on rank ``src``, for a value that cannot be sent.
+    """
+    description = json.loads(send_bytes(comm, json.dumps([describe(each) for each in mine]).encode(), src))
+    received = mine if comm.rank == src else [_empty(facts) for facts in description]
+    pending = PendingBroadcasts(comm, label)
+    homes: list[tuple[dict[str, Any], str, Tensor]] = []
+    for each in received:
+        for kind, value in each.items():
+            if isinstance(value, Tensor):
+                there = value.to(device).contiguous()
+                pending.issue([there], src)
+                homes.append((each, kind, there))
+    pending.wait()
+    for each, kind, there in homes:
+        if comm.rank != src:
+            each[kind] = there.to(each[kind].device)
+    return received
+
+
+def describe(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Describe a dict, so that other ranks can receive it; ValueError for what cannot be sent."""
+    return [(kind, _facts(kind, value)) for kind, value in values.items()]
+
+
+def _facts(kind: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "__tensor_flatten__"):
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ValueError(
+        f"{kind}: a {type(value).__name__} in an optimizer's state cannot be sent; keep dense tensors or numbers"
+    )
+
+
+def _empty(description: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict with uninitialised tensors of the described dtypes and shapes; numbers are final already."""
+    return {
+        kind: torch.empty(facts[1], dtype=getattr(torch, facts[0]), device=facts[2])
+        if isinstance(facts, list)
+        else facts
+        for kind, facts in description
+    }
 
 
 # Classes beside those of torch's own list that a received value may hold; none of them runs code of the sender's.

@@ -1,8 +1,6 @@
 """Assigns whole tensors to owner ranks, and packs them into buckets that their owners broadcast. Pure arithmetic.
 
-Owners: largest tensor first, each to the rank that owns the fewest bytes so far; equal tensors in their order, equal
-ranks from the lowest. The fullest rank then has at most 4/3 of the bytes that it would have in the best assignment
-(R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969), and ranks need no communication to agree.
+Owners: largest tensor first, each to the rank that owns the fewest bytes so far (`zeroshard.balance`).
 
 Buckets: an owner's tensors are packed, in their order, into buckets of at most ``bucket_bytes``; a tensor of that size
 or more has a bucket of its own. The buckets of all owners alternate:
@@ -17,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+
+from zeroshard.balance import largest_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ def assign(num_bytes: Sequence[int], trained: Sequence[bool], loads: list[int]) 
         loads: bytes that each rank owns already; those of its new tensors are added in place.
     """
     owners = [0] * len(num_bytes)
-    for index in sorted(range(len(num_bytes)), key=lambda i: (not trained[i], -num_bytes[i], i)):
-        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
-        owners[index] = owner
-        loads[owner] += num_bytes[index]
+    for wanted in (True, False):
+        some = [index for index, each in enumerate(trained) if each is wanted]
+        for index, owner in zip(some, largest_first([num_bytes[index] for index in some], loads), strict=True):
+            owners[index] = owner
     return owners
 
 

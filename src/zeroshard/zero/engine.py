@@ -303,6 +303,7 @@ class Zero(Engine):
         with self._runtime.weights.pin():
             yield
             if write_back:
+                self._runtime.collectives.require_same_weights(self._runtime.groups())
                 with torch.no_grad():
                     for group in self._runtime.groups():
                         group.params.write_back()

@@ -5,23 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
 from zeroshard import rules
 from zeroshard.errors import UserError
-from zeroshard.wire_formats import (
-    BLOCK,
-    FORMATS,
-    SAME_AS,
-    BlockFormat,
-    DtypeFormat,
-    Format,
-    FormatName,
-    check_block,
-    check_has_range,
-)
+from zeroshard.wire_formats import BLOCK, Format, check_block, check_travels, format_of
 from zeroshard.zero.core.precision import Precision
 
 EXACT_NUMEL = 4096
@@ -74,8 +63,8 @@ class MixedPrecision(Precision):
                 raise UserError("node_size", what, "add reduce='int8', or leave it out")
         if isinstance(self.rounding_seed, bool) or not isinstance(self.rounding_seed, int):
             raise ValueError(f"rounding_seed: {self.rounding_seed!r} is not a whole number; give an int")
-        _check_travels("gather", self.gather)
-        _check_travels("reduce", self.reduce)
+        check_travels("gather", self.gather)
+        check_travels("reduce", self.reduce)
         super().__post_init__()
 
     @property
@@ -85,11 +74,11 @@ class MixedPrecision(Precision):
 
     def weights_format(self, master: torch.dtype) -> Format | None:
         """The wire format of weights with that master dtype; None: they are sent in the compute dtype."""
-        return _format(self.gather, self.block) if master.is_floating_point else None
+        return format_of(self.gather, self.block) if master.is_floating_point else None
 
     def gradients_format(self, master: torch.dtype) -> Format | None:
         """The wire format of gradients of weights with that master dtype; None: the dtype in which they accumulate."""
-        return _format(self.reduce, self.block) if master.is_floating_point else None
+        return format_of(self.reduce, self.block) if master.is_floating_point else None
 
     def is_exact(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of that shape is sent without the wire format: a norm's, a bias, or a small one."""
@@ -98,21 +87,3 @@ class MixedPrecision(Precision):
     def exactly(self) -> MixedPrecision:
         """Return the same policy without wire formats."""
         return replace(self, gather=None, reduce=None, node_size=None)
-
-
-def _format(wire: torch.dtype | str | None, block: int) -> Format | None:
-    if wire is None:
-        return None
-    if isinstance(wire, torch.dtype):
-        return DtypeFormat(wire)
-    return BlockFormat(cast(FormatName, wire), block)
-
-
-def _check_travels(field: str, wire: torch.dtype | str | None) -> None:
-    """Raise UserError, a ValueError, unless ``wire`` is None, a floating-point dtype or a wire format."""
-    if isinstance(wire, torch.dtype):
-        check_has_range(field, wire)
-    if wire is None or wire in (*FORMATS, *SAME_AS) or (isinstance(wire, torch.dtype) and wire.is_floating_point):
-        return
-    todo = f"choose a floating-point dtype, or {', '.join(FORMATS)}"
-    raise UserError(field, f"{wire!r} is not a wire format", todo)

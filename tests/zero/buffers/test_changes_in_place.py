@@ -292,7 +292,7 @@ WRITES = {
     "into a row": lambda weight: weight.__setitem__(0, 0.0),
     "by an operator": lambda weight: weight.__iadd__(1.0),
     "by foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
-    "by an initialiser": lambda weight: nn.init.normal_(weight),
+    "by an initialiser": lambda weight: nn.init.normal_(weight, generator=torch.Generator().manual_seed(0)),
     "as an output": lambda weight: torch.add(torch.ones_like(weight), 1.0, out=weight),
     "into a view": lambda weight: weight.view(-1)[3:].zero_(),
     "into a detached one": lambda weight: weight.detach().fill_(2.0),

@@ -31,11 +31,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zeroshard.changed_values import bit_sums_bytes
 from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.state_formats.formats import FORMATS, STATES, StateFormat
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
-from zeroshard.zero.buffers.written_weights import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.disk import NUM_SLOTS, extent_bytes

@@ -1,5 +1,15 @@
 """The weights of one group of a unit, and what a user does to them: writes, assignments to ``.data``, reads.
 
+[Note: Changes in place]
+    A user may write into weights: clip them, prune them, draw them anew. If the weights are (a view of) the master,
+    nothing is left to do. Otherwise the engine compares them with the master before it uses the master, and copies the
+    elements that differ. It always compares if the weights are rounded (the master is wider, or they have a wire
+    format), because a write through ``.data`` leaves no trace. If they are not, and before sharded weights are freed,
+    it compares only if autograd's version counters show a write. So what a module writes through ``.data`` in its own
+    forward at stage 3 is lost: write under ``torch.no_grad()`` instead. After an assignment to ``param.data`` (as in
+    `torch.nn.utils.vector_to_parameters`) the parameter shows another tensor: the engine copies its values to the
+    parameter's place in the buffer, and makes the parameter a view of the buffer again.
+
 [Note: Frozen]
     Parameters that are frozen when the engine is built and compute in another dtype need no master: they are kept only
     in the compute dtype, and `gather_master` returns them in their own. They get a master once they are to be trained.
@@ -9,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.changed_values import bit_sums, take_where_it_differs
 from zeroshard.comm import empty_for
 from zeroshard.meta_models import Init
 from zeroshard.torch_internals import storage_id
@@ -20,11 +32,29 @@ from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
-from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
+
+
+@runtime_checkable
+class TakesWritten(Protocol):
+    """A `WeightTransport` after which unsharded weights have other values than the master, rounded to their dtype."""
+
+    def take_written(self, master: Tensor, written: Tensor) -> None:
+        """As `take_written`."""
+        ...
+
+
+def take_written(transport: WeightTransport, master: Tensor, written: Tensor) -> None:
+    """Copy to ``master [n]`` what a user has written into its part of the weights, ``written [n]``."""
+    if isinstance(transport, TakesWritten):
+        transport.take_written(master, written)
+    elif written.dtype == master.dtype:
+        master.copy_(written)
+    else:
+        take_where_it_differs(master, written)
 
 
 class Reads:
@@ -146,7 +176,7 @@ class FlatParams(Weights):
     def take_changes(self, *, waits: bool = True) -> None:
         """Copy values that were written into unsharded, current weights to the master.
 
-        Every rank must call it, and must have written the same values: [Note: Changes in place] in `written_weights`.
+        Every rank must call it, and must have written the same values: [Note: Changes in place].
         ``waits``: whether they are there on return, also if the master is on another device; else an update waits.
         """
         if not self.visible:

@@ -6,7 +6,7 @@ those that cannot be right are refused (`zeroshard.zero.guards.module_refusals`)
 [Note: Modules with methods of ours]
     The model and the units' modules have them, and modules outside of the units that own parameters. A module inside of
     a unit keeps its own, because what they do to parameters is noticed there: a read of sharded weights warns, a write
-    to them raises, a write to current ones counts as `written_weights` says, and a ``.data`` of another dtype or device
+    to them raises, a write to current ones counts as `flat_params` says, and a ``.data`` of another dtype or device
     is refused (`param_changes`). Only its `state_dict` is refused where weights are rounded to a wire format, which no
     value shows. `EngineHook` refuses copies of any module that the engine has hooked.
 """

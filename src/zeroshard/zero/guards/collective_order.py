@@ -8,17 +8,19 @@
     all of them raise, before any step. Steps are in the digest too: if one rank runs more backwards than the others
     before its step, their reductions are paired nevertheless, and at stage 0 the ranks' weights would differ. So are
     the optimizers' classes and settings, as they are at each step and at the end of each backward: no collective would
-    fail if ranks stepped with different learning rates.
+    fail if ranks stepped with different learning rates. What one rank alone writes into weights, or each rank with
+    random numbers of its own, no collective would notice either: weights that any rank has written to are compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from zeroshard.comm.agree import both_ends, digest_of, is_one, maxima, require_same, send_bytes
+from zeroshard.changed_values import bit_sums
+from zeroshard.comm.agree import agreement, both_ends, digest_of, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
 
@@ -88,6 +90,20 @@ class CollectiveOrder(Agreement):
                 self._raise_divergence()
         self._forget()
         return [bool(flag) for flag in agreed[: len(flags)]]
+
+    def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
+        """Raise ValueError on every rank if unsharded weights of the groups differ between ranks. Collective."""
+        if self.comm.world_size == 1:
+            return
+        weights = [group.params for group in groups]
+        stale = maxima(self.comm, [not each.readable for each in weights])  # ranks may not call the same units
+        with agreement(
+            self.comm, "weights", "write the same values on every rank, or have rank 0 broadcast them"
+        ) as lines:
+            for each, flag in zip(weights, stale, strict=True):
+                if not flag:
+                    sums = bit_sums(each.full).cpu().numpy().tobytes()
+                    lines.append(f"values of {each.name} with the digest {digest_of(sums).hex()}")
 
     def _forget(self) -> None:
         self._log = OperationLog(REMEMBERED)

@@ -26,7 +26,9 @@ _NO_DDP = (
 class ModuleRefusals:
     """Refuses until `remove` what the methods of ``model``, and of some of its submodules, would do wrong.
 
-    Which submodules: [Note: Modules with methods of ours] in `module_methods`.
+    Which submodules: [Note: Modules with methods of ours] in `module_methods`. What ``apply`` and ``load_state_dict``
+    of a submodule write is noticed at the parameters: it counts if it is the same on every rank (`collective_order`),
+    and is refused where weights are sharded; so is ``load_state_dict`` where it would round the master weights.
 
     Args:
         model: the model that the engine has taken over.
@@ -41,15 +43,16 @@ class ModuleRefusals:
         known = Known(model, runtime.root, runtime.units)
         optimizers.require_same_model = known.require_unchanged
         runtime.before_forward = _before_forward(known, set(model.parameters()))
-        of_units = [unit.module for unit in runtime.all_units()]
-        for module in of_units:
-            vars(module)["apply"] = _apply_where_unsharded(module, runtime)
-        for module in modules_with_methods(model, runtime.root, runtime.units):
+        vars(model)["apply"] = _apply_where_unsharded(model, runtime)
+        with_methods = modules_with_methods(model, runtime.root, runtime.units)
+        narrow = any(g.params.is_rounded or g.params.full.dtype != g.params.dtype for g in runtime.groups())
+        for module in with_methods:
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            if module is model or narrow:
+                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
         inside = {part for unit in runtime.units for part in unit.module.modules()}
         rounded = {param for group in runtime.groups() if group.params.is_rounded for param in group.params.params}
-        for module in inside.difference(of_units):  # nothing but this refusal tells a reader that values are rounded
+        for module in inside.difference(with_methods):  # nothing else tells a reader that values are rounded
             if not rounded.isdisjoint(module.parameters(recurse=False)):
                 self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))
 
@@ -57,9 +60,8 @@ class ModuleRefusals:
         """Refuse nothing more."""
         for handle in self._handles:
             handle.remove()
-        self._model.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)
-        for module in self._model.modules():
-            module.__dict__.pop("apply", None)
+        for name in ("_ddp_params_and_buffers_to_ignore", "apply"):
+            self._model.__dict__.pop(name, None)
 
 
 def _refuse_state(runtime: Runtime) -> Callable[[nn.Module, str, bool], None]:

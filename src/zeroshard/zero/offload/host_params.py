@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.changed_values import bit_sums
 from zeroshard.comm import Work
 from zeroshard.comm.base import DONE
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.slab import Slab, room
-from zeroshard.zero.buffers.flat_params import FlatParams
+from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts
-from zeroshard.zero.buffers.written_weights import bit_sums, take_written
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.offload.executor import Update

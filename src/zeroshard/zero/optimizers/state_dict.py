@@ -7,7 +7,6 @@ numbered in the order of the groups. So ``torch.optim.AdamW(model.parameters()).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, Protocol
@@ -15,9 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator
-from zeroshard.comm.agree import send_bytes
-from zeroshard.comm.tensor_broadcast import PendingBroadcasts
+from zeroshard.comm.tensor_broadcast import broadcast_dicts
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
 from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, may_need_conversion
@@ -83,51 +80,8 @@ def _everybodys(group: FlatGroup, own: list[State]) -> Iterator[tuple[Piece, Sta
     comm = group.params.comm
     for src in range(comm.world_size):
         mine = own if src == comm.rank else []
-        yield from zip(group.params.layout.owned(src), _sent(comm, src, mine, group.params.full.device), strict=True)
-
-
-def _sent(comm: Communicator, src: int, mine: list[State], device: torch.device) -> list[State]:
-    """Return rank ``src``'s states, on every rank. Collective."""
-    description = json.loads(send_bytes(comm, json.dumps([describe(state) for state in mine]).encode(), src))
-    received = mine if comm.rank == src else [_empty(facts) for facts in description]
-    pending = PendingBroadcasts(comm, "optimizer/state")
-    homes: list[tuple[State, str, Tensor]] = []
-    for state in received:
-        for kind, value in state.items():
-            if isinstance(value, Tensor):  # a step count may lie on the CPU, though the weights are on a GPU
-                there = value.to(device).contiguous()
-                pending.issue([there], src)
-                homes.append((state, kind, there))
-    pending.wait()
-    for state, kind, there in homes:
-        if comm.rank != src:
-            state[kind] = there.to(state[kind].device)
-    return received
-
-
-def describe(state: State) -> list[tuple[str, Any]]:
-    """Describe a state, so that other ranks can receive it; ValueError for what cannot be sent."""
-    return [(kind, _facts(kind, value)) for kind, value in state.items()]
-
-
-def _facts(kind: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.layout is torch.strided and not hasattr(value, "__tensor_flatten__"):
-        return [str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise ValueError(
-        f"{kind}: a {type(value).__name__} in an optimizer's state cannot be sent; keep dense tensors or numbers"
-    )
-
-
-def _empty(description: list[tuple[str, Any]]) -> State:
-    """Return a state with uninitialised tensors of the described dtypes and shapes; numbers are final already."""
-    return {
-        kind: torch.empty(facts[1], dtype=getattr(torch, facts[0]), device=facts[2])
-        if isinstance(facts, list)
-        else facts
-        for kind, facts in description
-    }
+        states = broadcast_dicts(comm, mine, src, group.params.full.device, "optimizer/state")
+        yield from zip(group.params.layout.owned(src), states, strict=True)
 
 
 def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], block: int, *, kept_whole: bool) -> State:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from zeroshard.comm.agree import maxima, of_first_rank
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups
 
 
@@ -44,3 +46,6 @@ class Agreement:
     def agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it. Collective."""
         return flags if self.comm.world_size == 1 else [bool(flag) for flag in maxima(self.comm, flags)]
+
+    def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
+        """Some rank has written in place to the weights of these groups. Collective."""

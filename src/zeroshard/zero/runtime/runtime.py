@@ -365,10 +365,17 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.collectives = self.weights.collectives = collectives
 
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """Also which modules' buffers have changed on any rank: see `module_buffers`."""
-        flags_of_all = [*flags, *self._buffers.changed()]
-        agreed = self.collectives.agree_on_flags(flags_of_all) if flags_of_all else []
-        self._buffers_changed = agreed[len(flags) :]
+        """Also which modules' buffers (see `module_buffers`) and which weights any rank has written to.
+
+        Sharded weights are written to in `full_params` alone, which compares them itself.
+        """
+        groups = [] if self.shard_params else list(self.groups())
+        written = [group.params.changes.written for group in groups]
+        agreed = self.collectives.agree_on_flags([*flags, *written, *self._buffers.changed()])
+        changed = [group for group, flag in zip(groups, agreed[len(flags) :], strict=False) if flag]
+        if changed:
+            self.collectives.require_same_weights(changed)
+        self._buffers_changed = agreed[len(flags) + len(written) :]
         return agreed[: len(flags)]
 
     # -- gradients --------------------------------------------------------------------------------------------
@@ -381,7 +388,7 @@ class Runtime(Passes[Unit, FlatGroup]):
             self.observer.grad_arrives(group)
 
     def take_changes(self, *, waits: bool = True) -> None:
-        """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `written_weights`."""
+        """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `flat_params`."""
         for group in self.groups():
             group.params.take_changes(waits=waits)
 

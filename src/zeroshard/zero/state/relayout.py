@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from zeroshard.comm.agree import agreement
+from zeroshard.comm.tensor_broadcast import describe
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.optimizers.state_dict import Stateful, cut, describe, states_by_slot
+from zeroshard.zero.optimizers.state_dict import Stateful, cut, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.whole_tensors.layout import balanced, in_blocks
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.zero.buffers.written_weights import take_written
+from zeroshard.zero.buffers.flat_params import take_written
 from zeroshard.zero.core.weights import WeightTransport
 
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.changed_values import bit_sums, take_where_it_differs
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, Rounding
-from zeroshard.zero.buffers.written_weights import bit_sums, take_where_it_differs
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.transport.node_copy import TransportOverNodes
@@ -93,7 +93,7 @@ class PackedTransport(TransportOverNodes):
         return False
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
-        """As `written_weights.take_written`, but compare with what was decoded.
+        """As `flat_params.take_written`, but compare with what was decoded.
 
         Afterwards ``written`` is quantised anew: a block's scale may have changed, and with it the values of other
         elements in the block.

@@ -7,11 +7,11 @@ least so far, and all shards are as long as the longest::
     |--------------------|--------|-----------|........|          . padding
     |       rank 0       |       rank 1       |  ...
 
-Graham 1969, "Bounds on Multiprocessing Timing Anomalies": the longest shard is at most 4/3 - 1/(3 W) of the shortest
-possible, which is at least the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There
-each shard is only as long as what its rank owns, and most ranks own nothing (`WholeLayout.intervals`). Each owner
-broadcasts its shard, and a reduction is an all-reduce of which each rank keeps its shard. That sends up to twice the
-bytes of a reduce-scatter of the same buffer, and fewer than a reduce-scatter of a buffer padded to equal shards.
+So the longest shard is at most 4/3 of the shortest possible (`zeroshard.balance`), which is at least the largest
+tensor. A buffer with few tensors on many ranks would be mostly padding. There each shard is only as long as what its
+rank owns, and most ranks own nothing (`WholeLayout.intervals`). Each owner broadcasts its shard, and a reduction is an
+all-reduce of which each rank keeps its shard. That sends up to twice the bytes of a reduce-scatter of the same buffer,
+and fewer than a reduce-scatter of a buffer padded to equal shards.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard import rules
+from zeroshard.balance import largest_first
 from zeroshard.comm import Communicator, Work
 from zeroshard.optimizer_classes.reach import Reach
 from zeroshard.optimizer_classes.requirements import classify
@@ -188,14 +189,7 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
         chosen = sorted(np.argsort(np.asarray(loads), kind="stable")[: len(numels)].tolist())
         if len(chosen) < len(loads) and chosen:
             return [chosen[owner] for owner in balance(numels, [loads[shard] for shard in chosen])]
-    here, total = [0] * len(loads), list(loads)
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        owner = min(range(len(here)), key=lambda shard: (here[shard], total[shard]))
-        owners[index] = owner
-        here[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
-        total[owner] += aligned(numels[index], WHOLE_ALIGNMENT)
-    return owners
+    return largest_first(numels, [0] * len(loads), loads, WHOLE_ALIGNMENT)
 
 
 def aligned(numel: int, alignment: int) -> int:

@@ -1,0 +1,126 @@
+"""What users write into weights under an engine is the same on every rank, or every rank says so before a step."""
+
+import pytest
+import torch
+from torch import nn
+
+from nets import Net, rows
+from zeroshard.comm import run_threads
+from zeroshard.zero import STAGES, MixedPrecision, Zero
+
+WORLD_SIZE = 2
+UNSHARDED = [stage for stage in STAGES if stage < 3]
+
+
+def load_a_block(net, rank):
+    if rank == 0:
+        net.blocks[1].load_state_dict({name: value / 2 for name, value in net.blocks[1].state_dict().items()})
+
+
+def draw_a_block(net, rank):
+    generator = torch.Generator().manual_seed(rank)
+    net.blocks[1].apply(lambda module: nn.init.normal_(module.weight, generator=generator))
+
+
+def write_into_the_root(net, rank):
+    with torch.no_grad():
+        net.first.bias.add_(rank)
+
+
+WRITES = {"blocks.1": load_a_block, "blocks.1, drawn": draw_a_block, "the root": write_into_the_root}
+
+
+def errors_of(stage, write, *, in_full_params=False):
+    """Each rank's error of a backward after the write, or of the block in which it is made; and the first weights."""
+
+    def go(comm):
+        net = Net()
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        zero = Zero(net, stage, comm=comm)
+
+        def train():
+            write(net, comm.rank)
+            net(rows(comm.rank)).sum().backward()
+
+        def train_in_full_params():
+            with zero.full_params(write_back=True):
+                write(net, comm.rank)
+
+        with pytest.raises(ValueError, match=r"^weights: rank 0 has values of ") as error:
+            (train_in_full_params if in_full_params else train)()
+        if in_full_params and stage == 3:  # what was written is dropped
+            after = zero.state_dict()
+            assert all(torch.equal(after[name], before[name]) for name in before)
+        elif in_full_params:  # the weights are the master: it cannot be, and no step is taken
+            with pytest.raises(ValueError, match=r"^weights: "):
+                net(rows(comm.rank)).sum().backward()
+        return str(error.value)
+
+    return run_threads(go, WORLD_SIZE)
+
+
+@pytest.mark.parametrize("stage", UNSHARDED)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_one_rank_alone_writes_is_refused_on_every_rank_before_the_step(name, stage):
+    one, other = errors_of(stage, WRITES[name])
+    assert one == other
+    assert one.endswith("write the same values on every rank, or have rank 0 broadcast them")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", WRITES)
+def test_so_it_is_in_full_params_and_no_step_begins_at_such_weights(name, stage):
+    one, other = errors_of(stage, WRITES[name], in_full_params=True)
+    assert one == other
+
+
+@pytest.mark.parametrize("stage", UNSHARDED)
+def test_what_every_rank_writes_alike_counts(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        net.blocks[1].load_state_dict({name: value / 2 for name, value in net.blocks[1].state_dict().items()})
+        net.last.apply(lambda module: nn.init.constant_(module.bias, 0.5))
+        net(rows(0)).sum().backward()
+        optim.step()
+        return zero.state_dict()
+
+    net = Net()
+    net.blocks[1].load_state_dict({name: value / 2 for name, value in net.blocks[1].state_dict().items()})
+    nn.init.constant_(net.last.bias, 0.5)
+    net(rows(0)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    for trained in run_threads(go, WORLD_SIZE):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(trained[name], value)
+
+
+@pytest.mark.parametrize("stage", UNSHARDED)
+def test_what_one_rank_writes_and_takes_back_is_no_fault(stage):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        if comm.rank == 0:
+            with torch.no_grad():
+                before = net.last.bias.clone()
+                net.last.bias.zero_()
+                net.last.bias.copy_(before)
+        for _ in range(2):
+            net(rows(comm.rank)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+
+    run_threads(go, WORLD_SIZE)
+
+
+def test_a_load_that_would_round_the_master_weights_is_refused():
+    def go(comm):
+        net = Net()
+        Zero(net, 2, comm=comm, precision=MixedPrecision(param_dtype=torch.bfloat16))
+        for part in (net, net.blocks[1], net.last):
+            with pytest.raises(RuntimeError, match=r"use zero.load_state_dict\(\)"):
+                part.load_state_dict(part.state_dict())
+
+    run_threads(go, WORLD_SIZE)
