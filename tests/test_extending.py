@@ -13,8 +13,8 @@ import torch
 import forked
 from pages import ROOT, blocks_of
 from tiny_runs import events_of, summary_of
-from zeroshard import completion, kernels
-from zeroshard.cli import VERBS, main
+from zeroshard import kernels
+from zeroshard.cli import main
 from zeroshard.comm.registry import COMMUNICATORS, CommEntry
 from zeroshard.data.registry import SOURCES
 from zeroshard.errors import UserError
@@ -23,7 +23,7 @@ from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
 from zeroshard.launch.environment import World
 from zeroshard.models import PRESETS
 from zeroshard.parallel import STRATEGIES
-from zeroshard.train.config.config import SHORTHANDS, TrainConfig
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.ranks import join
 
@@ -80,16 +80,6 @@ def test_a_run_takes_them_from_a_module_of_the_current_folder(newcomer, tmp_path
     assert summary_of("mine")["status"] == "ok"
 
 
-def test_stages_train_the_new_model_to_the_same_loss(rows, tmp_path):
-    losses = []
-    for stage in (0, 3):
-        words = ["--model", "running-mean", "--data", "squares", "--strategy", f"zero{stage}"]
-        assert main([*TRAIN, *words, "--out", f"zero{stage}"]) == 0
-        losses.append(_losses(tmp_path / f"zero{stage}"))
-    assert len(losses[0]) >= 4
-    assert losses == [losses[0]] * 2
-
-
 @pytest.mark.slow
 def test_two_ranks_train_over_the_new_communicator_as_over_torch(newcomer, tmp_path):
     forked.start_server()
@@ -120,17 +110,6 @@ def test_the_new_operation_is_served_and_told(rows):
         assert torch.equal(rows.squared_relu(x, kernels="triton"), wanted)
 
 
-def test_an_operation_without_a_row_is_refused_with_those_that_have_one(rows):
-    with pytest.raises(UserError, match=r"there is no operation 'cubed'; choose layer_norm, .*, squared_relu, or add"):
-        kernels.describe(torch.device("cpu"), operations=("cubed",))
-
-
-@pytest.mark.parametrize("shell", completion.SHELLS)
-def test_completion_offers_what_has_a_row(shell, rows):
-    script = completion.script(shell, VERBS, SHORTHANDS)
-    assert [name for name in ADDED[:4] if name not in script] == []
-
-
 @pytest.mark.parametrize("key", ["strategy", "comm"])
 def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
     name, table = {"strategy": ("ddp-bf16", STRATEGIES), "comm": ("gather", COMMUNICATORS)}[key]
@@ -159,10 +138,3 @@ def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
 def test_an_address_that_leads_nowhere_is_told_in_a_line(words, line, newcomer, capsys):
     assert main([*TRAIN, *words]) == 2
     assert line in capsys.readouterr().err
-
-
-def test_help_lists_the_names_of_the_tables(capsys):
-    assert main(["train", "--help"]) == 0
-    said = "".join(capsys.readouterr().out.replace("│", "").split())
-    missing = [name for table in TABLES[:4] for name in table if name not in said]
-    assert missing == []

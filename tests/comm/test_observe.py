@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from zeroshard.comm import CONTROL, Communicator, NullCommunicator, ObservedCommunicator, labelled, split
+from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, labelled, split
 
 
 @pytest.fixture
@@ -32,15 +32,6 @@ def test_totals_keep_control_messages_apart(observed):
             observed.all_reduce(torch.zeros(numel))
     assert observed.totals() == {"all_reduce": 12}
     assert observed.totals(control=True) == {"all_reduce": 400}
-
-
-def test_observers_can_be_stacked(observed):
-    outer = ObservedCommunicator(observed, timed=True)
-    outer.all_reduce(torch.zeros(2))
-    assert outer.records[0].ended_at_s is not None  # the inner one passes it on
-    assert [r.num_bytes for r in outer.records] == [r.num_bytes for r in observed.records] == [8]
-    assert isinstance(outer, Communicator)
-    assert (outer.rank, outer.world_size, outer.uniform_order) == (1, 4, True)
 
 
 def test_what_parts_send_is_recorded_in_order_with_the_ranks_that_took_part():

@@ -81,21 +81,6 @@ def test_a_world_has_at_least_one_rank():
         run_threads(lambda comm: None, 0)
 
 
-def test_a_collective_keeps_no_tensor():
-    import gc
-    import weakref
-
-    def go(comm):
-        tensor = torch.zeros(3)
-        comm.all_reduce(tensor).wait()
-        comm.barrier()
-        return weakref.ref(tensor)
-
-    refs = run_threads(go, 2)
-    gc.collect()
-    assert [ref() for ref in refs] == [None, None]
-
-
 def test_a_rank_that_fails_stops_those_who_meet_in_parts():
     def go(comm):
         part = split(comm, [[0, 1], [2, 3]])

@@ -41,16 +41,3 @@ def test_the_engine_calls_a_reduce_scatter_that_was_put_into_an_instance():
     comm.reduce_scatter = lambda *args: (calls.append(args), inner(*args))[1]
     _step(comm)
     assert len(calls) == 2
-
-
-def test_the_engine_calls_a_reduce_scatter_behind_attributes_that_are_passed_on():
-    class Proxy:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
-    observed = ObservedCommunicator(NullCommunicator(2))
-    _step(Proxy(observed))
-    assert sum(record.op == "reduce_scatter" for record in observed.drain()) == 2

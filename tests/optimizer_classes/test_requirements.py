@@ -242,35 +242,6 @@ def test_the_answer_does_not_depend_on_modes_that_are_on():
         assert classify(Another, {"extra": 2}).reach is Reach.ELEMENT_WISE
 
 
-def test_an_answer_is_remembered_by_settings_and_not_by_learning_rate_of_groups():
-    class Counted(Own):
-        built = 0
-
-        def __init__(self, params, **settings):
-            super().__init__(params, **settings)
-            type(self).built += 1
-
-    classify(Counted, {"lr": 0.1}, {"lr": 0.2})
-    built = Counted.built
-    classify(Counted, {"lr": 0.1}, {"lr": 0.3})
-    assert Counted.built == built > 0
-    classify(Counted, {"lr": 0.1, "extra": 1})
-    assert Counted.built == 2 * built
-
-
-def test_an_answer_takes_a_few_steps_of_tiny_tensors():
-    sizes = []
-
-    class Counted(torch.optim.AdamW):
-        def step(self, closure=None):
-            sizes.append(sum(param.numel() for group in self.param_groups for param in group["params"]))
-            return super().step(closure)
-
-    classify(Counted)
-    assert 0 < len(sizes) <= 100
-    assert max(sizes) <= 1 << 15
-
-
 # -- classes that declare their reach -----------------------------------------------------------------------------
 
 

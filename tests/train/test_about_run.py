@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tiny_runs import built
-from zeroshard.comm import LocalCommunicator, ObservedCommunicator
-from zeroshard.train.setup.about_run import communicator_in_words, strategy_in_words
+from zeroshard.train.setup.about_run import strategy_in_words
 
 
 @pytest.mark.parametrize(
@@ -24,16 +23,6 @@ from zeroshard.train.setup.about_run import communicator_in_words, strategy_in_w
 )
 def test_a_strategy_is_told_by_what_it_shards_over_how_many_ranks(name, world_size, shard_size, words):
     assert strategy_in_words(name, world_size, shard_size) == words
-
-
-def test_a_strategy_that_was_chosen_says_so():
-    told = "zero1 (chosen by auto): optimizer states sharded over 2 ranks"
-    assert strategy_in_words("zero1", 2, chosen=True) == told
-
-
-def test_a_communicator_is_told_through_its_wrappers():
-    observed = ObservedCommunicator(ObservedCommunicator(LocalCommunicator()))
-    assert communicator_in_words(observed, "zero2") == "none, one rank has no collectives"
 
 
 def test_a_run_tells_what_it_is(tiny_config):

@@ -85,9 +85,14 @@ def incomplete(path):
 
 
 @pytest.mark.parametrize(
-    "words", ["generate run --max-new-tokens 2", "eval run --batches 1", "export run new", "checkpoint show run"]
+    ("words", "name"),
+    [
+        ("generate run --max-new-tokens 2", "step-00000009"),
+        ("eval run --batches 1", ".step-00000009.tmp"),
+        ("export run new", "step-00000009"),
+        ("checkpoint show run", ".step-00000009.tmp"),
+    ],
 )
-@pytest.mark.parametrize("name", ["step-00000009", ".step-00000009.tmp"])
 def test_a_newer_checkpoint_without_manifest_is_named_when_it_is_passed_over(folder, capsys, words, name):
     incomplete(folder / "run/checkpoints" / name)
     assert main(words.split()) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.train.records.console import GIB, ConsoleRecorder, bytes_in_words, facts_of, link_in_words
+from zeroshard.train.records.console import GIB, ConsoleRecorder, facts_of
 from zeroshard.train.records.log_files import LogFiles, finite_or_null
 from zeroshard.train.records.records import StepRecord
 
@@ -126,13 +126,6 @@ def test_a_step_in_words_names_only_what_is_known():
     assert facts_of(a_record(loss_scale=32768.0, num_skipped=2))[4:] == ["scale 32768", "skipped 2"]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "words"), [(0, "0B"), (12, "12B"), (4096, "4.0KiB"), (5 << 20, "5.0MiB"), (GIB, "1.0GiB")]
-)
-def test_bytes_in_words(num_bytes, words):
-    assert bytes_in_words(num_bytes) == words
-
-
 def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_event():
     stream = io.StringIO()
     console = ConsoleRecorder(max_steps=7225, log_interval=10, stream=stream, next_command="zeroshard report run")
@@ -157,22 +150,6 @@ def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_ev
         "step 25  checkpoint runs/x/checkpoints/step-25",
         "status ok  loss 2  next: zeroshard report run",
     ]
-
-
-LINK = {
-    "mode": "simulated", "node_size": 1, "asked_bytes_per_s": 25e6, "asked_latency_s": 1e-3,
-    "achieved_bytes_per_s": 24.9e6, "achieved_latency_s": 1.02e-3, "comparable": True, "why_not_comparable": "",
-}  # fmt: skip
-
-
-def test_a_link_is_told_in_the_units_of_networks():
-    told = "simulated between nodes of 1 rank, 200 Mbit/s, 1 ms; measured 199.2 Mbit/s, 1.02 ms"
-    assert link_in_words(LINK) == told
-    unlimited = {**LINK, "asked_bytes_per_s": None, "node_size": 2, "why_not_comparable": "too slow"}
-    told = (
-        "simulated between nodes of 2 ranks, unlimited, 1 ms; measured 199.2 Mbit/s, 1.02 ms; not comparable: too slow"
-    )
-    assert link_in_words(unlimited) == told
 
 
 @pytest.mark.parametrize("fails", ["flush", "write"])

@@ -7,9 +7,7 @@ import pytest
 
 from tiny_runs import events_of
 from zeroshard.errors import UserError
-from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import TrackConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import TrackedRun, trackers, values_of
 from zeroshard.train.start import run_training
@@ -157,8 +155,3 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(tiny_config, 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"track\.to: trackio is not installed; pip install 'zeroshard\[trackio\]'"):
         trackers(TrackConfig(to=("trackio",)), tmp_path, {})
-
-
-def test_trackers_are_named_by_flag_and_file():
-    assert validate(TrainConfig, {"track": "wandb"}).track.to == ("wandb",)
-    assert validate(TrainConfig, merge({"track": "wandb"}, {"track": {"project": "p"}})).track.to == ("wandb",)

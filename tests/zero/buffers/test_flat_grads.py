@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
@@ -140,19 +139,6 @@ def test_widening_and_scaling_in_one_pass_as_on_a_gpu_has_the_bits_of_two(world_
     assert torch.equal(*locals_)
 
 
-class _Operations(TorchDispatchMode):
-    """How many write into gradients' buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable and not func.is_view:
-            self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 BLOCK = [("matrix", (300, 300)), ("other", (256, 257)), *((f"small.{i}", (i + 5,)) for i in range(8))]
 
 
@@ -168,19 +154,6 @@ def _block(stage, comm, dtypes):
             grads.accumulate(slot, torch.randn(BLOCK[slot][1], generator=drawn).to(param_dtype))
 
     return grads, accumulate
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "each"),
-    [((torch.float32, torch.float32), ["mul"]), ((torch.bfloat16, torch.float32), ["copy_", "mul_"])],
-)
-def test_small_gradients_of_a_unit_are_copied_in_together(dtypes, each):
-    """As many operations for eight as for one of them in bfloat16; large ones come in as they are there."""
-    grads, accumulate = _block(2, NullCommunicator(4), dtypes)
-    with _Operations() as operations:
-        accumulate(0)
-    assert operations.names == [*each * 2, "_foreach_copy_", "_foreach_mul_"]
-    assert grads.waiting_bytes == 0
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])

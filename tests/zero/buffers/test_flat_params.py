@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -51,18 +50,6 @@ def test_frozen_integers_are_zero_where_they_are_freed():
     flat.unshard()
     flat.wait_for_unshard()
     assert flat.full.dtype == torch.int64
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_and_shards_lie_where_kernels_read_fast(stage, dtype):
-    params = [(name, nn.Parameter(torch.ones(shape, dtype=dtype))) for name, shape in [("a", ()), ("b", (33, 41))]]
-    flat = _of(params, stage, NullCommunicator(3, 1))
-    flat.unshard()
-    flat.wait_for_unshard()
-    assert flat.params[1].data_ptr() % 16 == 0
-    assert flat.master.data_ptr() % 16 == 0
-    assert flat.layout.interval(1)[0] * dtype.itemsize % 16 == 0
 
 
 def test_a_gather_that_an_exception_left_in_flight_does_not_hide_a_later_step():

@@ -84,21 +84,6 @@ def test_hooks_of_a_step_run_once_and_gradients_are_narrow_before_and_after():
     assert optim.param_groups[0]["params"][0] is next(net.parameters())
 
 
-def test_one_from_elsewhere_steps_once_and_sees_its_own_dtype():
-    net, _, optim = _engine(cls=_Counts)
-
-    def closure():
-        optim.zero_grad()
-        loss = net(rows(0)).sum()
-        loss.backward()
-        return loss
-
-    optim.step(closure)
-    assert optim.steps == 1
-    assert optim.dtypes == {torch.float32}
-    assert net.blocks[0].weight.grad.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_norm_has_fp32_s_digits(stage):
     model = nn.Linear(1000, 1, bias=False)

@@ -11,7 +11,6 @@ from torch import nn
 from nets import Net, matrices, one_process, others, rows, set_values
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, Zero
-from zeroshard.zero.core.optimizer import pieces_in
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
@@ -114,23 +113,6 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
             torch.testing.assert_close(state[number]["average"], kept["average"], rtol=1e-5, atol=1e-6)
 
 
-def test_a_hook_may_remove_itself_as_the_last_of_a_step():
-    seen = []
-
-    def once(*_):
-        seen.append(len(seen))
-        handle.remove()
-
-    net = Net()
-    optim = Zero(net, comm=NullCommunicator(2)).optimizer(torch.optim.AdamW)
-    handle = optim.register_step_post_hook(once)
-    for _ in range(2):
-        net(rows(0)).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    assert seen == [0]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_class_of_ones_own_moves_without_a_gradient_is_seen_by_the_next_forward(stage):
     class Decays(torch.optim.Optimizer):
@@ -159,27 +141,6 @@ def test_what_a_class_of_ones_own_moves_without_a_gradient_is_seen_by_the_next_f
     expected = train(net, Decays(net.parameters(), lr=0.5))
     for found in run_threads(go, 2):
         torch.testing.assert_close(found, expected)
-
-
-def test_hooks_around_an_inner_step_see_the_weights_that_it_has_made():
-    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-
-    def train(net, optim, ranks, seen):
-        optim.register_step_post_hook(lambda *_: seen.append(net.first.weight.detach().clone()))
-        for rank in ranks:
-            (net(rows(rank)).square().mean() / len(ranks)).backward()
-        optim.step()
-        return seen
-
-    def go(comm):
-        net = Net()
-        return train(net, Zero(net, stage=2, comm=comm).optimizer(Averaging, lr=0.1), [comm.rank], [])
-
-    net = Net()
-    inner, outer = train(net, Averaging(net.parameters(), lr=0.1), [0, 1], [])
-    for found in run_threads(go, 2):
-        torch.testing.assert_close(found[0], inner)
-        torch.testing.assert_close(found[1], outer)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -323,29 +284,6 @@ def test_zeroed_gradients_are_stepped_and_forgotten_ones_are_not(stage):
 
     assert moved(set_to_none=False)
     assert not moved(set_to_none=True)
-
-
-def test_gradients_that_nobody_forgets_add_up():
-    def build_and_train(comm, stage):
-        net = Net()
-        zero = Zero(net, stage=stage, comm=comm)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-        for step in range(3):
-            net(rows(comm.rank, step)).square().mean().backward()
-            optim.step()
-        optim.step()  # and are there for another step
-        return dict(zero.state_dict())
-
-    net = Net()
-    optim = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
-        for rank in range(2):
-            (net(rows(rank, step)).square().mean() / 2).backward()
-        optim.step()
-    optim.step()
-    for stage in STAGES:
-        found = run_threads(lambda comm, stage=stage: build_and_train(comm, stage), 2)[0]
-        torch.testing.assert_close(found, dict(net.state_dict()), rtol=0, atol=1e-6)
 
 
 # -- whole tensors ------------------------------------------------------------------------------------------------
@@ -531,34 +469,6 @@ def test_what_cannot_move_is_said_before_it_moves():
     zero.optimizer(torch.optim.AdamW, others(net)).load_state_dict(torch.optim.AdamW(others(net)).state_dict())
     with pytest.raises(RuntimeError, match="AdamW has state of parameters beside them"):
         make()
-
-
-def test_state_that_a_class_makes_when_it_is_built_is_made_for_the_new_pieces():
-    class Counting(torch.optim.SGD):
-        def __init__(self, params, **kwargs):
-            super().__init__(params, **kwargs)
-            for param in self.param_groups[0]["params"]:
-                self.state[param]["sum"] = torch.zeros_like(param)
-
-    net = Net()
-    zero = Zero(net, comm=NullCommunicator(2))
-    optim = zero.optimizer(Counting, others(net), lr=0.1)
-    zero.optimizer(torch.optim.Muon, matrices(net))
-    pieces = zero.pieces(optim)
-    assert list(optim.state) == pieces
-    assert all(optim.state[piece]["sum"].shape == piece.shape for piece in pieces)
-    assert all(any(piece is shard for _, shard in home) for piece, home in zip(pieces, _homes(zero, net), strict=True))
-
-
-def _homes(zero, net):
-    groups = {
-        param: (group, slot)
-        for unit in zero.units
-        for group in unit.groups
-        for slot, param in enumerate(group.params.params)
-    }
-    homes = [pieces_in(*groups[param]) for param in others(net)]
-    return [home for home in homes for _ in home]
 
 
 @pytest.mark.parametrize("stage", STAGES)

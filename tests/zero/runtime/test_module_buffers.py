@@ -57,35 +57,6 @@ def test_running_statistics_are_those_of_rank_0_or_each_ranks_own(stage):
     assert (kept[0][2], sent[0][2]) == ([], ["buffers/step"])
 
 
-def test_a_resumed_run_has_the_statistics_of_one_that_was_not_stopped():
-    def go(comm):
-        uninterrupted, *_ = _train(comm, 2, "broadcast", range(4))
-        first = build()
-        zero = Zero(first, 2, comm=comm)
-        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-        for step in range(4):
-            if step == 2:
-                state = zero.state_dict()
-                model = build()
-                zero = Zero(model, 2, comm=comm)
-                # as a checkpoint has it: what rank 0 holds
-                zero.load_state_dict({name: shared[name] for name in state} if comm.rank else shared | state)
-                optim = zero.optimizer(torch.optim.SGD, lr=0.1)
-            zero.model(rows(comm.rank, step)).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-            if step == 1 and comm.rank == 0:
-                shared.update(zero.state_dict())
-            elif step == 1:
-                zero.state_dict()
-            comm.barrier()
-        return uninterrupted[-1], _statistics(zero.model)
-
-    shared: dict[str, torch.Tensor] = {}
-    for uninterrupted, resumed in run_threads(go, 2):
-        assert all(torch.equal(value, resumed[name]) for name, value in uninterrupted.items())
-
-
 def test_constants_travel_once():
     class Constant(Net):
         def __init__(self):

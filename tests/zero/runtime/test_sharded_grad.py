@@ -1,7 +1,6 @@
 """``param.grad`` under an engine is the mean over ranks, and torch's own tools get one process's numbers from it."""
 
 import copy
-import io
 import math
 from typing import Any
 
@@ -76,19 +75,6 @@ def test_whatever_reads_it_gets_the_numbers_of_one_process(stage):
         for found in on_ranks(read, stage, world_size):
             assert all(type(value) is Tensor for value in found.values())
             assert_close(found, read(plain_net(world_size)))
-
-
-def test_it_can_be_saved_and_printed():
-    def use(net, zero, optim):
-        file = io.BytesIO()
-        torch.save(net.first.weight.grad, file)
-        file.seek(0)
-        assert "ShardedGrad(shape=(6, 6), dtype=torch.float32" in repr(net.first.weight.grad)
-        assert net.first.weight.grad.untyped_storage().nbytes() == 0
-        return torch.load(file)
-
-    for found in on_ranks(use, 2):
-        torch.testing.assert_close(found, plain_net().first.weight.grad)
 
 
 @pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, None), (1.0, False), (math.inf, True), (2.0, False)])
