@@ -309,7 +309,7 @@ def test_doctor_lists_extras_and_what_the_others_lack(capsys, monkeypatch):
 
 def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("some words\n" * 3000)
-    words = ["--seq-len", "16", "--max-steps", "1", "--eval-rows", "1", "--device", "cpu"]
+    words = ["--seq-len", "16", "--max-steps", "1", "--eval-rows", "1", "--device", "cpu", "--model.n-layer", "1"]
     for data, verb in ((["text", "--data.path", str(tmp_path / "text.txt")], "generate"), (["synthetic"], "report")):
         out = str(tmp_path / f"run of {verb}")
         assert main(["train", *words, "--data", *data, "--data.dir", str(tmp_path / verb), "--out", out]) == 0
@@ -317,8 +317,7 @@ def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
         assert last.startswith("status ok")
         command = shlex.split(last.partition("next: zeroshard ")[2])
         assert command == [verb, out]
-        assert main(command) == 0
-        capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run of generate"), "--max-new-tokens", "2"]) == 0
 
 
 def test_ctrl_c_ends_all_ranks_after_a_checkpoint_and_says_how_to_continue(tmp_path):

@@ -1,10 +1,12 @@
 """A whole step, planned and run: every collective, every resident byte and the peak of all allocations are the plan's.
 
 One table of settings (`FAMILIES`) and one runner: the engine over a communicator that sends nothing, as one rank of a
-world of any size. Of each family every two values meet; with ``--soak`` all combinations run. Then ranks that talk.
+world of any size. Every two values meet in one family or another; with ``--soak`` all combinations run. Then ranks that
+talk.
 """
 
 import functools
+import inspect
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -223,13 +225,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _settings():
-    for family, axes in FAMILIES.items():
-        found = list(product(*axes.values()))
-        chosen = range(len(found)) if soaking() else cover(found)
-        for place in chosen:
-            settings = dict(zip(axes, found[place], strict=True))
-            varied = [str(value) for name, value in settings.items() if len(axes[name]) > 1]
-            yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")
+    """Every combination with ``--soak``; else of all families together every two values that meet in any of them."""
+    defaults = {name: each.default for name, each in inspect.signature(_both).parameters.items()}
+    found = [
+        (family, dict(zip(axes, values, strict=True)))
+        for family, axes in FAMILIES.items()
+        for values in product(*axes.values())
+    ]
+    chosen = range(len(found)) if soaking() else cover([tuple((defaults | given).values()) for _, given in found])
+    for family, settings in (found[place] for place in chosen):
+        varied = [str(value) for name, value in settings.items() if len(FAMILIES[family][name]) > 1]
+        yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")
 
 
 def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False, narrow=False):

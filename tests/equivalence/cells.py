@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,6 +178,14 @@ class Cell:
     optimizer: str
     world_size: int
     feature: str
+    num_steps: ClassVar[int] = NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Brief(Cell):
+    """A cell in which nothing begins late: the first step makes states, the second uses them, others are alike."""
+
+    num_steps = 3
 
 
 def cells(strategies: Sequence[str] = tuple(CONTESTANTS)) -> list[Cell]:
@@ -546,7 +554,7 @@ def _steps(
     schedules = [LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers if FEATURES[cell.feature].groups]
     every = EVERY_SECOND.every if cell.strategy == LOCAL else 1
     states: list[State] = []
-    for step in range(NUM_STEPS):
+    for step in range(cell.num_steps):
         for optimizer, backward in zip(optimizers, backwards, strict=True):
             if cell.optimizer in WITH_CLOSURE:
 
@@ -562,6 +570,6 @@ def _steps(
         for schedule in schedules:
             schedule.step()
         over(step)
-        if (each_step and (step + 1) % every == 0) or step == NUM_STEPS - 1:
+        if (each_step and (step + 1) % every == 0) or step == cell.num_steps - 1:
             states.append(weights())
     return states
