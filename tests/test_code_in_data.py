@@ -22,6 +22,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import code_in, flags_for_code, require_trust
 
+SOAK = pytest.mark.soak
 TRAP = """
 from pathlib import Path
 Path("sprung").write_text("")
@@ -145,10 +146,14 @@ def test_a_module_that_a_run_names_is_not_imported(folder, capsys, reader, named
         assert not (folder / "new").exists()
 
 
-OF_MODELS = [name for name in READERS if name not in ("prepare", "submit", "sweep over a run")]
+NO_MODEL = ("prepare", "submit", "sweep over a run")
+QUICK = ("generate", "checkpoint show", "resume", "init from a run")  # by a way of their own to the model
 
 
-@pytest.mark.parametrize("reader", OF_MODELS)
+@pytest.mark.parametrize(
+    "reader",
+    [pytest.param(name, marks=[] if name in QUICK else SOAK) for name in READERS if name not in NO_MODEL],
+)
 def test_the_python_files_that_a_run_trusted_are_not_run_again_unasked(folder, own_code, capsys, reader):
     text = (own_code / "config.json").read_text()
     forge({"model": {"name": f"hf:{own_code}", "trust_remote_code": True, "config_json": text, "from_config": True}})

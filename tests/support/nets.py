@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeroshard.zero import Zero
 
 WIDTH, NUM_ROWS = 6, 4
+NUM_STEPS = 2  # the first makes states and learns the order of units, the second uses both; later ones are alike
 Path = Callable[..., Tensor]
 # For `checkpoint`: torch can deadlock where two threads set the state of one generator, as it does to recompute.
 NOTHING_RANDOM = {"preserve_rng_state": False}
@@ -148,7 +149,7 @@ def one_process(
     take_turn: Callable[[Turn], Any] = backward,
     *,
     world_size: int = 2,
-    num_steps: int = 3,
+    num_steps: int = NUM_STEPS,
     optimizer: type[Optimizer] = torch.optim.AdamW,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
@@ -171,7 +172,7 @@ def train(
     build: Callable[[], nn.Module],
     take_turn: Callable[[Turn], Any],
     zero_kwargs: dict[str, Any],
-    num_steps: int = 3,
+    num_steps: int = NUM_STEPS,
     optimizer: type[Optimizer] = torch.optim.AdamW,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
@@ -196,7 +197,7 @@ def assert_every_stage_equals_one_process(
     *,
     plain_turn: Callable[[Turn], Any] | None = None,
     world_size: int = 2,
-    num_steps: int = 3,
+    num_steps: int = NUM_STEPS,
     atol: float = 1e-6,
     zero_kwargs: dict[str, Any] | None = None,
     **optimizer_kwargs: Any,

@@ -315,6 +315,7 @@ def test_a_write_into_sharded_weights_names_full_params(write):
         optim.zero_grad()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES)
 @at_stages(*STAGES)

@@ -37,6 +37,7 @@ def groups_of(net):
     ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("stage", STAGES)

@@ -146,7 +146,9 @@ def test_bitsandbytes(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize(
+    "name", ["AdamW8bit", *(pytest.param(name, marks=pytest.mark.soak) for name in ("AdamW4bit", "AdamWFp8"))]
+)
 def test_torchao(name):
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     with torch.compiler.set_stance("force_eager"):  # it compiles its step, for each shape

@@ -87,15 +87,15 @@ def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     assert sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups) == 1
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("row", [3, KEEP_WEIGHTS])
 @pytest.mark.parametrize("turn", TURNS)
-def test_several_forwards_are_what_one_process_computes(turn, row):
+def test_several_forwards_are_what_one_process_computes(turn, row, prefetch):
     def take_turn(turn_: Turn) -> None:
         turn(lambda x: turn_.model(x + turn_.rank))
 
-    for prefetch in (0, 1):
-        kwargs = {"stage": row, "prefetch": prefetch}
-        assert_every_stage_equals_one_process(Net, take_turn, zero_kwargs=kwargs)
+    assert_every_stage_equals_one_process(Net, take_turn, zero_kwargs={"stage": row, "prefetch": prefetch})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -108,7 +108,7 @@ def test_several_forwards_may_be_computed_again(reentrant):
     def take_turn(turn_: Turn) -> None:
         both_at_once(lambda x: turn_.model(x + turn_.rank))
 
-    assert_every_stage_equals_one_process(lambda: Net(path=path), take_turn, num_steps=2)
+    assert_every_stage_equals_one_process(lambda: Net(path=path), take_turn)
 
 
 ORDERS = [(2, 0, 1), (1, 2, 0), (0, 1, 2), (2, 1, 0)]
@@ -119,7 +119,7 @@ def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(kwarg
     def take_turn(turn: Turn) -> None:
         turn.loss(order=ORDERS[(turn.rank + turn.step) % 4]).backward()
 
-    assert_every_stage_equals_one_process(Net, take_turn, world_size=3, num_steps=5, zero_kwargs=kwargs)
+    assert_every_stage_equals_one_process(Net, take_turn, world_size=3, num_steps=len(ORDERS), zero_kwargs=kwargs)
 
 
 def test_places_in_the_schedule_are_those_of_rank_0():

@@ -171,7 +171,7 @@ def test_a_unit_may_take_what_needs_no_gradient_and_return_its_input():
     def take_turn(turn: Turn) -> None:
         turn.loss(skip=turn.step == 1).backward()
 
-    assert_every_stage_equals_one_process(lambda: Net(2, Through, path), take_turn)
+    assert_every_stage_equals_one_process(lambda: Net(2, Through, path), take_turn, num_steps=3)
 
 
 def test_outputs_that_the_loss_does_not_use_are_no_matter():

@@ -130,7 +130,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_whatever_changes_it_changes_the_step(stage):
     def changed(change, net, zero, optim):
         with torch.no_grad():
@@ -223,7 +223,7 @@ FORGET = {
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["reduced", "not yet reduced"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_gradients_are_forgotten_in_every_form(stage, waiting):
     def go(comm):
         found = {}
@@ -365,6 +365,7 @@ def test_measuring_all_gradients_is_one_message():
     assert run_threads(go, 2) == [1, 1]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("made_by", ["the engine", "hand"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("stage", STAGES)

@@ -137,7 +137,7 @@ def test_what_is_written_back_is_trained_on(stage):
             optim.zero_grad()
         return dict(zero.state_dict())
 
-    torch.testing.assert_close(run_threads(go, 2)[1], one_process(Net), rtol=0, atol=1e-6)
+    torch.testing.assert_close(run_threads(go, 2)[1], one_process(Net, num_steps=3), rtol=0, atol=1e-6)
 
 
 @at_every_stage
