@@ -27,7 +27,6 @@ KINDS = {
     "qwen3_moe": {"num_experts": NUM_EXPERTS, "mlp_only_layers": []},
     "mixtral": {"num_local_experts": NUM_EXPERTS},
 }
-FORMS = ("stacked", "modules")
 
 Allowed = Callable[[int, int], tuple[range, int]]  # (rank, step) -> the experts of a rank's tokens, and top-k
 
@@ -140,12 +139,15 @@ def hits_of_equal_stages(*case: Any) -> list[list[set[int]]]:
     return [hit for _, hit in by_stage[3]]
 
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
-each_form = pytest.mark.parametrize("form", FORMS)
+SOAK = pytest.mark.soak
+each_model = pytest.mark.parametrize(
+    ("kind", "form"),
+    [("qwen3_moe", "modules"), ("mixtral", "stacked")]
+    + [pytest.param(*model, marks=SOAK) for model in (("qwen3_moe", "stacked"), ("mixtral", "modules"))],
+)
 
 
-@each_kind
-@each_form
+@each_model
 def test_ranks_whose_tokens_go_to_disjoint_experts(kind, form):
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(2 * rank, 2 * rank + 2), 1), None)
     assert set.union(*hits[0], *hits[1]) <= {0, 1, 2, 3}
@@ -153,8 +155,7 @@ def test_ranks_whose_tokens_go_to_disjoint_experts(kind, form):
     assert not set.union(*hits[1]) & set.union(*hits[2])
 
 
-@each_kind
-@each_form
+@each_model
 def test_experts_that_get_no_token(kind, form):
     """In the second step the last ranks' tokens go to no expert but one; others get none on any rank, in any step."""
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(1 if step == 1 and rank else 4), 1), None)
@@ -162,15 +163,13 @@ def test_experts_that_get_no_token(kind, form):
     assert hits[1][2:4] == [{0}, {0}]  # two blocks
 
 
-@each_kind
-@each_form
+@each_model
 def test_a_top_k_that_changes_between_steps(kind, form):
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(rank, rank + 5), 1 + (step + rank) % 4), None)
     assert len(hits[0][6]) >= 4 > len(hits[1][6]) - 4  # in the fourth step of rank 0 each token goes to four
 
 
-@each_kind
-@each_form
+@each_model
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_that_are_recomputed(kind, form, reentrant):
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(2 * rank, 2 * rank + 2), 1 + step % 2), reentrant)

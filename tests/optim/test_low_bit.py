@@ -183,6 +183,7 @@ def alone():
 CLASSES = [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16), (MuonAdamW8bit, torch.float32)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("cls", "dtype"), CLASSES)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

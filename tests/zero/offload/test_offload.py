@@ -86,7 +86,7 @@ class Case:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.7)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         found = []
-        for step in range(NUM_STEPS):
+        for step in range(NUM_STEPS if self.around in ("overflow", "looks", "keeps", "restage") else 3):
             for micro in range(num_micro):
                 with zero.micro_batch(last=micro == num_micro - 1):
                     loss = net(rows(comm.rank, 10 * step + micro)).float().square().mean()
@@ -257,7 +257,7 @@ def _meeting(comm, stage, what, offload):
     zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload, **settings)
     average = zero.ema(0.5) if optimizers in (_adamw, _two) else None
     optims = optimizers(zero, net)
-    for step in range(NUM_STEPS):
+    for step in range(4):
         between(net, step)
         net(rows(comm.rank, step).to(dtype)).square().mean().backward()
         zero.clip_grad_norm_(0.05)
@@ -275,7 +275,7 @@ def _meeting(comm, stage, what, offload):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("place", ["host", "disk", "all on disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 @pytest.mark.parametrize("what", MEETS)
 def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, place, monkeypatch, tmp_path):
     settings = MEETS[what][3]

@@ -47,6 +47,7 @@ def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
     return model, zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("num_micro", [1, 2])

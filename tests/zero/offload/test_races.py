@@ -119,6 +119,7 @@ def tensors(value):
     return [leaf for leaf in leaves if type(leaf) in plain and leaf.layout == torch.strided]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("grads", ["host", "device"])
