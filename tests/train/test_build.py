@@ -135,7 +135,7 @@ def test_the_log_names_who_serves_each_operation(tiny_config):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("strategy", ["zero2", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_a_run_on_our_kernels_gives_the_losses_of_one_without(strategy, tiny_config, tmp_path):
     """And a checkpoint that either goes on from."""
     losses = {}

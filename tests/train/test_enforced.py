@@ -60,6 +60,7 @@ CASES = {
         2,
         {"strategy": "zero0", "reproducible": 4, "dtype": "bfloat16"},
         {"reproducible": None},
+        SOAK,
     ),
     "local steps": (*_outer_steps("zero2", 2), SOAK),
     "local steps in bfloat16": (*_outer_steps("zero3", 2, wire="bfloat16", fragments=2), SOAK),
