@@ -1,8 +1,8 @@
 """What every communicator promises, checked against plain torch; see `zeroshard.comm.base` for the promises.
 
-Every case is run with every communicator and in every wrapper, and with ``--soak`` with each in each. What rank r sends
-is a pure function of r, so that each rank can compute what it must receive; in a null world every rank holds what this
-one does.
+Every case is run with every communicator, and in every wrapper around ranks that are threads; with ``--soak`` in each
+around each. What rank r sends is a pure function of r, so that each rank can compute what it must receive; in a null
+world every rank holds what this one does.
 """
 
 from functools import reduce
@@ -379,29 +379,44 @@ def _on_rank_of_group(comm, case, wrapper):
                 dist.destroy_process_group(group)
 
 
+def _soaking(values):
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+# What a wrapper does it does to ranks that are threads; around the others it is tried with ``--soak``.
+bare = pytest.mark.parametrize("wrapper", ["bare", *_soaking(name for name in WRAPPERS if name != "bare")])
+
+
 @pytest.mark.pairwise
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("case", CASES)
 class TestEachCommunicator:
+    @bare
     def test_local(self, case, wrapper):
         _on_rank(LocalCommunicator(), case, wrapper)
 
+    @pytest.mark.parametrize("wrapper", WRAPPERS)
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_threads(self, case, wrapper, world_size):
         run_threads(lambda comm: _on_rank(comm, case, wrapper), world_size)
 
-    @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (3, 1), (8, 7)])
+    @bare
+    @pytest.mark.parametrize(
+        ("world_size", "rank"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, 0), (8, 7)))]
+    )
     def test_null(self, case, wrapper, world_size, rank):
         _on_rank(NullCommunicator(world_size, rank), case, wrapper)
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @bare
+    @pytest.mark.parametrize("world_size", [2, 3, *_soaking([1, 4])])
     def test_gloo(self, case, wrapper, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
 
-    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @bare
+    @pytest.mark.parametrize("world_size", [3, 4, *_soaking([1, 2])])
     @pytest.mark.parametrize("kind", ["ring", "shm"])
     def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
 
+    @bare
     def test_gloo_groups(self, case, wrapper, gloo_ranks):
         gloo_ranks(4).run(_on_rank_of_group, case, wrapper)
