@@ -34,13 +34,18 @@ FLAGS_OF_WORDS = {  # of verbs that have no class of settings
 }
 
 
+# Their commands are those of tutorial.md, checkpoints.md and choose-a-stage.md with other numbers.
+WITH_SOAK = {"trainer.md", "gpus.md", "measure.md", "study.md"}
+
+
 def _by_name(blocks):
     return [pytest.param(block, id=block.name) for block in blocks]
 
 
 def _pages_with(blocks):
     pages = dict.fromkeys(block.page for block in blocks)
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+    soak = {page: [pytest.mark.soak] if page.name in WITH_SOAK else [] for page in pages}
+    return [pytest.param(page, id=str(page.relative_to(ROOT)), marks=soak[page]) for page in pages]
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
