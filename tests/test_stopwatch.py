@@ -1,4 +1,3 @@
-
 from zeroshard import stopwatch
 from zeroshard.stopwatch import Stopwatch
 
