@@ -21,7 +21,6 @@ from pydantic_core import PydanticUndefined
 from zeroshard.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.train.config.registered import Names
 from zeroshard.train.config.sections import SHORTHANDS, Config
 from zeroshard.train.config.validate import fields_by_name
 from zeroshard.verbs import VERBS, Verb
@@ -112,7 +111,7 @@ def _usage(name: str, verb: Verb) -> str:
     if name == "sweep" or verb.reads_file:
         words = "[--config FILE.toml]"
     tail = f"{verb.before} [FLAGS]" if verb.before else ""
-    flags = "" if verb.usage else "[FLAGS]"
+    flags = "[FLAGS]" if verb.config or name == "sweep" else ""
     return " ".join(filter(None, ("zeroshard", name, verb.usage, words, flags, tail)))
 
 
@@ -148,8 +147,6 @@ def _takes(field: FieldInfo) -> str:
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         words = "one of " + ", ".join(f"`{value}`" for value in get_args(kind))
-    elif any(isinstance(each, Names) for each in field.metadata):
-        words = "a name"  # the meaning lists them
     else:
         words = KINDS.get(kind, "a name")
     limits = [

@@ -168,7 +168,6 @@ def test_the_python_files_that_a_run_trusted_are_not_run_again_unasked(folder, o
     "words",
     [
         "plan --model hf:theirs --seq-len 16",
-        "plan --model hf:theirs --seq-len 16 --dry-run --stage 0",
         "generate hf:theirs --max-new-tokens 3",
         "eval hf:theirs --data-dir tokens --batches 1",
         f"train {TRAIN} {DATA} --model hf:theirs --out new",

@@ -63,10 +63,10 @@ def run_commands(page, folder):
 
 
 def test_the_commands_for_users_of_nanogpt_run(tmp_path):
-    for folder in ("config", "data/mine", "out"):
+    for folder in ("data/mine", "out"):
         (tmp_path / folder).mkdir(parents=True)
-    (code,) = blocks("from-nanogpt.md", "python")
-    (tmp_path / "config" / "mine.py").write_text(code)
+    (settings,) = blocks("from-nanogpt.md", "toml")
+    (tmp_path / "mine.toml").write_text(settings)
     for name, count in (("train", 4000), ("val", 400)):
         (torch.arange(count) % 1000).to(torch.uint16).numpy().tofile(tmp_path / "data" / "mine" / f"{name}.bin")
     args = {"vocab_size": 50_304, "block_size": 8, "n_layer": 1, "n_head": 1, "n_embd": 4, "bias": True}

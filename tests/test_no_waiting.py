@@ -42,7 +42,6 @@ COMMANDS = {
     "prepare": ["prepare", "--config", "FILE"],
     "submit": ["submit", "train", "--config", "FILE"],
     "sweep": ["sweep", "--config", "FILE"],
-    "import-config nanogpt": ["import-config", "nanogpt", "FILE"],
     "import-config deepspeed": ["import-config", "deepspeed", "FILE"],
 }
 

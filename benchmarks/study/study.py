@@ -23,7 +23,6 @@ from zeroshard import process
 process.prepare_torch()
 
 from zeroshard.lab.bench.report import environment  # noqa: E402
-from zeroshard.lab.planner import inverse  # noqa: E402
 from zeroshard.lab.planner.plan import micro_batches  # noqa: E402
 from zeroshard.lab.planner.planner import Planner, Row, planner_for  # noqa: E402
 from zeroshard.lab.predict.hardware import Link, find_link  # noqa: E402
@@ -31,7 +30,7 @@ from zeroshard.lab.predict.timeline import simulate  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
 from zeroshard.lab.report.figure import Axis, Figure, Series, bandwidth_in_words  # noqa: E402
 from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
-from zeroshard.lab.run_folders import Spread, spread  # noqa: E402
+from zeroshard.lab.run_folders import Spread  # noqa: E402
 from zeroshard.lab.sweep.results import CaseResult, read_sweep  # noqa: E402
 from zeroshard.sizes import parse_bandwidth  # noqa: E402
 
@@ -66,7 +65,13 @@ class Simulated:
 
     def filled(self, stage: int) -> int:
         """The largest micro-batch that fits; 0: none."""
-        return int(inverse.largest_micro_batch(self.planner, stage).value or 0)
+        low, high = 0, 1
+        while self.planner.row(stage, high).fits:
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.planner.row(stage, middle).fits else (low, middle)
+        return low
 
     def tokens_per_s(self, stage: int, micro_batch: int, link: Link) -> float:
         """Of one GPU."""
@@ -151,11 +156,6 @@ def collect(folders: list[Path]) -> dict[str, Any]:
 def _facts(case: CaseResult) -> dict[str, Any]:
     run = case.done[0]
     plan_s = [(each.summary.get("plan") or {}).get("step_s", {}).get("predicted") for each in case.done]
-    totals = [
-        sum(unit["total"] for unit in found.values())
-        for each in case.done
-        if (found := each.summary.get("overlap_s_per_step"))
-    ]
     return {
         "strategy": run.setting("strategy"),
         **{name: run.setting(name) for name in KEEP},
@@ -165,7 +165,6 @@ def _facts(case: CaseResult) -> dict[str, Any]:
         "tokens_per_s": _spread(case.tokens_per_s),
         "exposed_s": _spread(case.exposed_s),
         "predicted_s": plan_s[0],
-        "under_way_s": _spread(spread(totals)),
         "achieved_bytes_per_s": None if run.link is None else run.link.achieved_bytes_per_s,
         "why_not_comparable": list(case.why_not_comparable),
     }
@@ -299,7 +298,6 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "planned ms": _off,
     "tokens/s": lambda row: f"{row['tokens_per_s'][1]:,.0f}",
     "exposed ms": lambda row: _milliseconds(row["exposed_s"]),
-    "in flight ms": lambda row: _milliseconds(row["under_way_s"]),
 }
 
 

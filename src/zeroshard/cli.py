@@ -114,9 +114,10 @@ def _dispatch(argv: list[str]) -> int:
         raise UserError(word, "there is no such command", todo if owner else nearest(word, VERBS, todo))
     words = argv[1:]
     if verb.config is None:
-        helps_itself = word == "bench" and words[:1] != words[-1:]  # each bench has flags, and a help, of its own
-        if {"--help", "-h"} & set(words) and verb.usage and not helps_itself:
-            print(usage(f"{word} {verb.usage}"), "", *wrapped(verb.summary), sep="\n")
+        # A sweep and each bench have flags, and a help, of their own.
+        helps_itself = word == "sweep" or (word == "bench" and words[:1] != words[-1:])
+        if {"--help", "-h"} & set(words) and not helps_itself:
+            print(usage(f"{word} {verb.usage}".rstrip()), "", *wrapped(verb.summary), sep="\n")
             return ExitStatus.OK
         return verb.run(None, words)
     if verb.before and verb.before in words:

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import psutil
 
 import zeroshard
 from zeroshard.columns import columns
-from zeroshard.errors import UserError
 from zeroshard.launch.environment import variable, world_from_env
 from zeroshard.process import ALLOCATOR, allocator_settings, num_cpus
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from zeroshard.zero import OptimizerKind
 
 GIB = 2**30
 # Environment variables that decide over which network ranks communicate, and how.
@@ -51,79 +43,6 @@ def report() -> str:
     rows.append(("world", "none" if world is None else f"rank {world.rank} of {world.world_size}"))
     rows += [(name, variable(name)) for name in VARIABLES if variable(name)]
     return "\n".join(columns(rows))
-
-
-def optimizers(specs: Sequence[str] = ()) -> str:
-    """A table of torch's optimizers and the classes in ``specs``: what each may be given when it is sharded, and why.
-
-    If a class in ``specs`` declares its reach, which training trusts, the experiment of `zeroshard.reach_probe` is made
-    with its default settings, and the line says whether it agrees.
-
-    Args:
-        specs: optimizer classes, as ``module:Class``.
-
-    Raises:
-        UserError: a name in ``specs`` is not that of an optimizer class.
-    """
-    import torch
-
-    of_torch = [value for _, value in sorted(vars(torch.optim).items()) if _is_optimizer(value)]
-    found = [*((cls.__name__, cls) for cls in of_torch), *((spec, _load_class(spec)) for spec in specs)]
-    rows = [("optimizer", "kind", "layout", "why")]
-    for name, cls in found:
-        kind, why = _kind_of(cls)
-        layout = "refused" if kind.refused else _LAYOUTS[kind.reach.value]
-        rows.append((name, kind.reach.value, layout + ", matrices only" * (kind.ndims == (2,)), why))
-    return "\n".join(columns(rows))
-
-
-_LAYOUTS = {"element-wise": "slices", "per-tensor": "whole tensors"}
-
-
-def _is_optimizer(value: object) -> TypeGuard[type[Optimizer]]:
-    from torch.optim import Optimizer
-
-    return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
-
-
-def _kind_of(optimizer_cls: type[Optimizer]) -> tuple[OptimizerKind, str]:
-    """The kind of a class with its default settings, and why; for a declared one also what the experiment finds."""
-    import torch
-
-    from zeroshard.reach_probe.answers import found_by_probe
-    from zeroshard.zero import OptimizerKind, Reach, classify
-
-    try:
-        kind = classify(optimizer_cls)
-        if "zero_reach" not in vars(optimizer_cls):
-            return kind, kind.reason
-        tried = found_by_probe(optimizer_cls, {}, {}, torch.device("cpu")).reach
-    except Exception as error:  # noqa: BLE001 -- a class's code may raise anything
-        reason = f"it cannot be built without settings: {type(error).__name__}: {error}"
-        return OptimizerKind(Reach.UNUSABLE, reason), reason
-    # Whole tensors are safe even if they are not needed; the experiment cannot tell blocks from whole tensors.
-    agrees = kind.reach in (tried, Reach.BLOCK_WISE) or (kind.reach, tried) == (Reach.PER_TENSOR, Reach.ELEMENT_WISE)
-    return kind, f"{kind.reason}; an experiment finds it {tried.value}{'' if agrees else ': THE DECLARATION IS WRONG'}"
-
-
-def _load_class(spec: str) -> type[Optimizer]:
-    """Import the class that ``module:Class`` names; modules in the current folder are found too."""
-    module_name, colon, class_name = spec.partition(":")
-    if not (module_name and colon and class_name):
-        what = f"{spec!r} is not of the form module:Class"
-        raise UserError("--optimizers", what, "write for example torch.optim:Muon")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(import_module(module_name), class_name, None)
-    except Exception as error:  # noqa: BLE001 -- a module's code may raise anything
-        what = f"{module_name} cannot be imported ({type(error).__name__}: {error})"
-        raise UserError("--optimizers", what, "check the name, or install it in this environment") from None
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    if not _is_optimizer(found):
-        what = f"{module_name} has no optimizer class {class_name!r}"
-        raise UserError("--optimizers", what, "name a subclass of torch.optim.Optimizer")
-    return found
 
 
 def _devices() -> list[tuple[str, str]]:

@@ -37,7 +37,6 @@ ELSEWHERE = {
     "--warmup-iters": "--warmup-steps",
     **dict.fromkeys(("--trust-remote-code", "--trust-code"), "--model.trust-remote-code"),
     **dict.fromkeys(("--packing", "--packed", "--sample-packing", "--dataset.packed"), "--data.packing"),
-    **dict.fromkeys(("--data.weights", "--data-mix", "--dataset-mixer", "--interleave-probs"), "--data.mix"),
     **dict.fromkeys(("--load-weights", "--pretrained", "--init-weights"), "--init-from"),
     **dict.fromkeys(("--lora-rank", "--lora-r", "--lora.r"), "--lora.rank"),
     **dict.fromkeys(("--lora-alpha", "--lora.lora-alpha"), "--lora.alpha"),

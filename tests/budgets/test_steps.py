@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from dry_run import dry_run
 from pairwise import cover
 from soak import soaking
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.lab.predict.buffers import buffers_of
-from zeroshard.lab.predict.dry_run import dry_run
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
 from zeroshard.lab.predict.step import Settings, step_of

@@ -7,7 +7,7 @@ import torch
 
 from fake_time import Clock
 from zeroshard import stopwatch
-from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, base, run_threads, split
+from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, run_threads, split
 from zeroshard.comm.wrappers import observe, throttle
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.comm.wrappers.wrapper import Wrapper
@@ -19,7 +19,7 @@ MB = 10**6
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (base, observe, stopwatch, throttle):
+    for module in (observe, stopwatch, throttle):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -65,22 +65,6 @@ def test_operations_follow_each_other_whoever_is_waited_for_first(clock):
     first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))
     assert seconds(clock, second.wait) == 22e-3
     assert seconds(clock, first.wait) == 0
-
-
-def test_who_asks_is_told_in_the_wait_when_the_links_had_delivered(clock):
-    comm, told = null(2), []
-    first, second = (comm.all_gather(whole(20_000), whole(10_000)) for _ in range(2))  # 11 ms each
-    first.add_done_callback(lambda at_s: told.append(("first", at_s)))
-    second.add_done_callback(lambda at_s: told.append(("second", at_s)))
-    clock.now += 15e-3
-    assert told == []
-    first.wait()
-    assert told == [("first", pytest.approx(100 + 11e-3, abs=1e-9))]
-    clock.now += 30e-3
-    second.wait()
-    assert told[1:] == [("second", pytest.approx(100 + 22e-3, abs=1e-9))]
-    second.add_done_callback(lambda at_s: told.append(("again", at_s)))
-    assert told[2:] == [("again", told[1][1])]
 
 
 def test_a_burst_passes_at_once_after_a_pause_and_not_again(clock):

@@ -1,7 +1,6 @@
 """Operations run behind the caller, in order, and tell it what went wrong."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -31,18 +30,3 @@ def test_close_finishes_what_was_submitted_and_ends_the_thread():
     assert "closing" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(RuntimeError, match="the communicator is closed"):
         worker.submit(lambda: None)
-
-
-def test_who_asks_is_told_of_the_end_on_the_workers_thread_or_at_once(worker):
-    go, told = threading.Event(), []
-    work = worker.submit(lambda: go.wait(10) or pytest.fail("never told to go"))
-    work.add_done_callback(lambda at_s: told.append((threading.current_thread().name, at_s)))
-    assert told == []
-    before_s = time.perf_counter()
-    go.set()
-    worker.submit(lambda: None).wait()  # which runs after the first has told
-    (there,) = told
-    assert there[0] == "test"
-    assert before_s < there[1] < time.perf_counter()
-    work.add_done_callback(lambda at_s: told.append((threading.current_thread().name, at_s)))
-    assert told == [there, (threading.current_thread().name, there[1])]

@@ -181,7 +181,6 @@ def test_no_validation_is_a_choice(one_file, tmp_path):
 def test_the_default_folder_is_named_after_the_spec():
     assert str(data_dir(DataSpec())) == "data/python-stdlib-bytes"
     assert str(data_dir(DataSpec(tokenizer="bpe:1024"), "d")) == "d/python-stdlib-bpe-1024"
-    assert str(data_dir(DataSpec("tinyshakespeare", ("/a/b.txt",)))) == "data/tinyshakespeare-bytes"
     specs = [
         DataSpec("text", ("a b.txt",)),
         DataSpec("text", ("x/a b.txt",)),

@@ -16,12 +16,11 @@ def _says(role, content):
 
 # What a `DataSpec` is given, the content of the files that it names, and how the line begins that refuses it.
 REFUSED = [
-    ("tinyshakespear", None, "data.source: 'tinyshakespear' is unknown; did you mean 'tinyshakespeare'? choose one of "
-     "python-stdlib, python-docs, text, tinyshakespeare, synthetic, bin, fineweb-edu, openwebtext, OWNER/NAME of"),
+    ("python-stdli", None, "data.source: 'python-stdli' is unknown; did you mean 'python-stdlib'? choose one of "
+     "python-stdlib, python-docs, text, synthetic, bin, fineweb-edu, openwebtext, OWNER/NAME of"),
     ("text", None, "data.path: the source text needs at least one path; pass --data.path FILE"),
     ("python-stdlib a.txt", None, "data.path: the source python-stdlib reads no files, got a.txt; use --data text"),
     ("synthetic a.txt", None, "data.path: the source synthetic reads no files, got a.txt; use --data text"),
-    ("tinyshakespeare a b", None, "data.path: tinyshakespeare is one file, got several; pass one, or use --data text"),
     ("python-docs column=body", None, "data.column: 'body' is asked for, and the source python-docs has no columns; "),
     ("synthetic tokenizer=byte", None, "data.tokenizer: 'byte' is unknown; did you mean 'bytes'? choose one of bytes, "
      "gpt2, r50k_base, p50k_base, cl100k_base, o200k_base, bpe:N, json:PATH"),
@@ -52,7 +51,7 @@ REFUSED = [
     ("text a.txt", "a", "data: no tokens are left to train on; use more text or a smaller data.val_fraction"),
     ("text a.txt tokenizer=bpe:300", "ab", "data.tokenizer: bpe:300 finds only 257 entries in this text; use bpe:257"),
     ("text a.txt column=body", "a", "data.column: 'body' is asked for, and a.txt has no columns; leave it out, or"),
-    ("text b.JSONL a.txt", FINE, "data.path: b.JSONL has a text in each row and a.txt has not; mix them by --data.mix"),
+    ("text b.JSONL a.txt", FINE, "data.path: b.JSONL has a text in each row and a.txt has not; write the text as rows"),
     ("text a.txt", b"a" * 20 + b"\xff", "data.path: a.txt is not UTF-8 text: invalid start byte at offset 20;"),
     ("text a.txt", b"a" * 15 + b"\xc3(", "data.path: a.txt is not UTF-8 text: invalid continuation byte at offset"),
     ("text a.txt", b"a" * 40 + b"\xf0\x9f", "data.path: a.txt is not UTF-8 text: unexpected end of data at offset"),

@@ -1,19 +1,14 @@
-import hashlib
 import os
 import sys
 import sysconfig
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
 
-from zeroshard.data.documents import Fingerprint
 from zeroshard.data.sources import (
     PythonDocs,
     SyntheticSize,
     SyntheticTokens,
-    TinyShakespeare,
     open_source,
     python_stdlib,
 )
@@ -80,57 +75,6 @@ def test_files_of_the_library_that_are_not_text_are_skipped(tmp_path):
 def test_an_interpreter_without_sources_is_told_apart(tmp_path):
     with pytest.raises(UserError, match=r"holds no \.py files; use --data text"):
         python_stdlib(tmp_path).fingerprint()
-
-
-@pytest.fixture
-def served(monkeypatch):
-    """A server of PLAYS under any path, 404 under /gone, silence under /slow; and the pin of PLAYS."""
-    release = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path == "/slow":
-                release.wait(10)
-                return
-            self.send_response(404 if self.path == "/gone" else 200)
-            self.end_headers()
-            self.wfile.write(PLAYS)
-
-        def log_message(self, format, *args):
-            pass
-
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    pin = Fingerprint(len(PLAYS), 1, hashlib.sha256(PLAYS).hexdigest())
-    monkeypatch.setattr(TinyShakespeare, "FINGERPRINT", pin)
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    release.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_tiny_shakespeare_is_downloaded(served):
-    assert text_of(TinyShakespeare(url=f"{served}/input.txt")) == [PLAYS.decode()]
-
-
-@pytest.mark.parametrize(("page", "why"), [("gone", "Not Found"), ("slow", "timed out")])
-def test_a_failed_download_is_one_line_that_offers_a_way_out(served, page, why):
-    source = TinyShakespeare(url=f"{served}/{page}", timeout_s=0.2)
-    with pytest.raises(UserError) as caught:
-        text_of(source)
-    assert str(caught.value) == f"data.source: cannot download {served}/{page} ({why}); pass --data.path FILE"
-
-
-def test_other_content_is_not_tiny_shakespeare(served, tmp_path, monkeypatch):
-    (tmp_path / "plays.txt").write_bytes(PLAYS)
-    assert text_of(TinyShakespeare(str(tmp_path / "plays.txt"))) == [PLAYS.decode()]
-    monkeypatch.setattr(TinyShakespeare, "FINGERPRINT", Fingerprint(len(PLAYS), 1, "0" * 64))
-    for source in (TinyShakespeare(url=f"{served}/input.txt"), TinyShakespeare(str(tmp_path / "plays.txt"))):
-        with pytest.raises(UserError, match=r"is not tiny-shakespeare: 29 bytes with sha256"):
-            text_of(source)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 256, 70_000])

@@ -25,6 +25,13 @@ LEFT = [
     r"parallel[./]replica\b|zero[./]levels|\bLevels\.|import Levels|check_levels|too[-_]long=|--data.too-long",
     r"integrations[./]lightning|zeroshard\[lightning\]|import Lightning",
     r"zero_scope|scope_probe|current_scope|comm import .*\bscope\b",
+    r"data[./]mixing\b|--data[.]mix\b|data\.mix\b|\[data\.mix\]",
+    r"--dtype fp8|zeroshard\[fp8\]|(models|predict)[./]float8|zeroshard completion|\bshtab\b|shell completion",
+    r"profile[._]overlap|profiling[./]overlap|overlap_s_per_step|add_done_callback|trace/trace\.json|clock_offsets",
+    r"plan .*--dry-run|predict[./]dry_run|lowest[-_]bandwidth|plan .*--compile\b|memory_points_bytes|allocator_bytes",
+    r"largest[-_]micro[-_]batch|early[-_]stop\b",
+    r"TinyShakespeare|--data tinyshakespeare|--ask remedy|planner[./]remedy|doctor --optimizers",
+    r"import-config nanogpt|interop[./](nanogpt|migration)\b",
 ]
 # The history of the project may name it.
 HISTORY = {"CHANGELOG.md", "log.md"}

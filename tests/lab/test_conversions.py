@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dry_run import this_machine
 from zeroshard.comm import NullCommunicator
 from zeroshard.lab.planner.explain import explain
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.actions import Compute, Issue, Message, Moment, Step, Wait
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.conversions import CONVERSIONS, converted
-from zeroshard.lab.predict.hardware import DEVICES, Device, Link, this_machine
+from zeroshard.lab.predict.hardware import DEVICES, Device, Link
 from zeroshard.lab.predict.timeline import operation_s, simulate
 from zeroshard.lab.predict.work import Work
 from zeroshard.models import build_model

@@ -23,7 +23,7 @@ def _command(words):
 
 
 def test_the_command_trains_what_was_planned():
-    words = f"{SMALL} --gpus 16 --shard-size 8 --global-batch 64 --reduce-dtype bfloat16 --compile --lora 8"
+    words = f"{SMALL} --gpus 16 --shard-size 8 --global-batch 64 --reduce-dtype bfloat16 --impl compile --lora 8"
     command = _command(f"{words} --lora.targets q_proj v_proj --no-reshard-after-forward --tokens 1M")
     assert command.startswith("zeroshard train --model llama-tiny --lora 8 --lora.targets q_proj v_proj ")
     run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig, SHORTHANDS)))

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from dry_run import compared
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration
@@ -83,17 +84,17 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
 def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     """The plan is for a GPU, whose gradients leave; the dry run is of this machine."""
     model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
-    settings = {"gpus": 2, "seq_len": 16, "micro_batch": 2, "stage": stage, "json": True, "dry_run": True}
+    settings = {"gpus": 2, "seq_len": 16, "micro_batch": 2, "stage": stage}
     offload = {"state": state, "fraction": "1"}
     config = validate(PlanConfig, {"model": model, "offload": offload, **settings})
-    compared = json.loads(answer_plan(config).text)["compared"]
+    found = compared(config)
     kept = ("disk_master", "disk_optimizer", "host_slots") if "disk" in state else ("host_master",)
     kept += ("disk_grads",) if state == "disk-all" else ("host_grads",)
     for name in ("params", "host_params", "host_optimizer", *kept, "messages", "message bytes"):
-        assert compared[name]["predicted"] == compared[name]["measured"], name
-    assert all(compared[name]["measured"] > 0 for name in ("host_optimizer", *kept))
-    assert (compared["host_params"]["measured"] > 0) == (state == "all" and stage == "3")
-    assert abs(compared["peak"]["predicted"] - compared["peak"]["measured"]) <= 2048
+        assert found[name]["predicted"] == found[name]["measured"], name
+    assert all(found[name]["measured"] > 0 for name in ("host_optimizer", *kept))
+    assert (found["host_params"]["measured"] > 0) == (state == "all" and stage == "3")
+    assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
 
 
 def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from zeroshard.lab.predict.hardware import DEVICES, this_machine
+from dry_run import this_machine
+from zeroshard.lab.predict.hardware import DEVICES
 from zeroshard.lab.predict.rates import (
     ATTENTION_HALF,
     K_START,

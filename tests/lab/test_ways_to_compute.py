@@ -1,19 +1,14 @@
-"""Plans of ways in which blocks compute and weights are kept: 8-bit products, autocast, 16-bit weights, compiled."""
-
-from dataclasses import replace
+"""Plans of ways in which blocks compute and weights are kept: autocast, 16-bit weights, compiled."""
 
 import pytest
 import torch
 
 from zeroshard import Zero
 from zeroshard.comm import NullCommunicator
-from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.show import notes
 from zeroshard.lab.predict.actions import Compute
-from zeroshard.lab.predict.float8 import FP8_TIME, require_float8
 from zeroshard.models import build_model
-from zeroshard.profiling.devices import DEVICES
 
 SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
 
@@ -33,23 +28,6 @@ def _works(row):
 
 def _flops(row, *, attention=False):
     return sum(work.flops for work in _works(row) if work.attention == attention)
-
-
-def test_fp8_makes_products_of_blocks_faster_and_changes_no_memory():
-    plain, fast = _row(), _row(dtype="fp8")
-    assert plain.step.peak == fast.step.peak
-    assert _flops(plain) * FP8_TIME < _flops(fast) < _flops(plain)  # the head is not in 8 bits
-    assert _flops(plain, attention=True) == _flops(fast, attention=True)
-
-
-def test_a_device_computes_in_8_bits_under_its_driver_s_name():
-    for name, serves in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L4", True), ("NVIDIA A100-SXM4-40GB", False)):
-        device = replace(DEVICES["h100-80gb"], name=name)
-        if serves:
-            require_float8(device)
-        else:
-            with pytest.raises(UserError, match="no products of 8-bit"):
-                require_float8(device)
 
 
 def test_autocast_keeps_fp32_and_computes_in_16_bits():

@@ -101,7 +101,6 @@ def write_case(folder: Path, config: TrainConfig, repeat: int = 0, num_steps: in
         "status": "ok",
         "step": num_steps,
         "memory_peak": {"bytes": 2 * held},
-        "overlap_s_per_step": {"blocks.0/grads/backward": {"total": comm_s, "exposed": exposed_s}},
         "plan": {
             "num_broken": 0,
             "difference": "",

@@ -1,7 +1,6 @@
 """Models of `transformers` behind ours: the same function, the same weights, trained sharded as in one process."""
 
 import itertools
-import json
 import logging
 import shutil
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dry_run import compared
 from hf_models import (
     ARCHITECTURES,
     SEQ_LEN,
@@ -29,7 +29,6 @@ from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.inference.evaluation import local_score
 from zeroshard.inference.generate import load_for_text, sample
 from zeroshard.interop.hf_export import run_export
-from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models import build_model
@@ -256,11 +255,11 @@ def test_a_plan_is_what_a_step_takes(hf_folder):  # noqa: F811
     """From ``config.json`` alone, of more blocks than are traced."""
     model = {"name": f"hf:{hf_folder('qwen3')}", "n_layer": 6, "from_config": True}
     settings = {"gpu": "rtx-4090", "gpus": 2, "seq_len": 16, "micro_batch": 2, "dtype": "float32", "stage": "3"}
-    config = PlanConfig.model_validate({"model": model, **settings, "json": True, "dry_run": True})
-    compared = json.loads(answer_plan(config).text)["compared"]
-    assert compared["messages"]["measured"] > 6
+    config = PlanConfig.model_validate({"model": model, **settings})
+    found = compared(config)
+    assert found["messages"]["measured"] > 6
     for name in ("peak", "params", "grads", "optimizer", "messages", "message bytes"):
-        assert compared[name]["predicted"] == pytest.approx(compared[name]["measured"], rel=0.01), name
+        assert found[name]["predicted"] == pytest.approx(found[name]["measured"], rel=0.01), name
 
 
 def test_a_run_of_experts_in_float32_is_held_to_what_can_be_planned(hf_folder, tiny_config, caplog, capsys):  # noqa: F811

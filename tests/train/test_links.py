@@ -53,15 +53,13 @@ def test_nothing_is_probed_where_no_link_is_slowed():
     assert Links.of(LinkConfig(mode="simulated", bandwidth="1Gbit/s")).probed(LocalCommunicator()) == {}
 
 
-def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved_and_hides_nothing_where_that_is_asked(tmp_path):
+def test_a_run_over_a_simulated_link_says_what_was_asked_and_achieved(tmp_path):
     words = ["train", "--nproc", "2", "--data", "synthetic", "--data.dir", str(tmp_path / "data")]
     words += ["--max-steps", "3", "--warmup-steps", "0", "--eval-interval", "0", "--model.n-layer", "2"]
     words += ["--strategy", "zero3", "--link.mode", "simulated", "--link.bandwidth", "100Mbit/s"]
-    words += ["--out", str(tmp_path / "run"), "--profile.overlap", "--no-overlap"]
+    words += ["--out", str(tmp_path / "run"), "--no-overlap"]
     forked.run([sys.executable, "-m", "zeroshard", *words], check=True, capture_output=True, timeout=600)
     summary = summary_of(tmp_path / "run")
-    units = summary["overlap_s_per_step"].values()
-    assert sum(unit["hidden"] for unit in units) < 0.1 * sum(unit["total"] for unit in units)
     link = summary["link"]
     (start,) = events_of(tmp_path / "run", "start")
     assert link == start["link"]

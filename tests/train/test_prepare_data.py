@@ -7,7 +7,7 @@ from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, run_prepare, sources_of
+from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, run_prepare
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):
@@ -82,12 +82,8 @@ def test_a_column_reaches_the_sources_that_have_columns_and_no_others(tmp_path):
     rows, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
     made.write_table(rows, ["one", "two"], column="body")
     text.write_text("plain\n")
-    mixed = DataConfig(source="text", mix=(f"{rows}=1", f"{text}=1"), column="body")
-    assert [source.data.column for source in sources_of(mixed)] == ["body", "text"]
     plain = DataConfig(source="text", path=(str(text),), val_path=(f"set={rows}",), column="body")
     assert data_spec(plain).column == "text"
     for alone in (DataConfig(source="text", path=(str(text),), column="body"), DataConfig(column="body")):
         with pytest.raises(UserError, match=r"data\.column: 'body' is asked for"):
             run_prepare(alone.model_copy(update={"dir": str(tmp_path / "out")}))
-    with pytest.raises(UserError, match=r"data\.column: 'body' is asked for"):
-        run_prepare(DataConfig(source="text", mix=(f"{text}=1",), column="body", dir=str(tmp_path / "mixed")))

@@ -226,7 +226,7 @@ FORGED = {
     "config.optim": 5,
     "config.eval_batches": None,
     "config.model.n_layer": -1,
-    "best": {"step": 3, "loss": None, "num_worse": 0},
+    "best": {"step": 3, "loss": None},
     "loss_scaler": {"scale": 0.0, "num_since_overflow": 0, "num_skipped": 0},
 }
 

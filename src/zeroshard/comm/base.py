@@ -16,7 +16,6 @@ wrappers, and the engine does not know which implementation it uses. Every imple
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -49,33 +48,11 @@ class Work(Protocol):
         ...
 
 
-def add_done_callback(work: Work, ended: Callable[[float], None]) -> bool:
-    """Call ``ended`` with the time at which an operation ended, which may be long before `Work.wait` is called.
-
-    Handles that know this time have a method of this name, as futures have.
-
-    Args:
-        work: the handle that a collective returned.
-        ended: called with a time of `time.perf_counter`, on any thread; at once if the operation is over. It must be
-            quick.
-
-    Returns: whether this handle knows the time; if not, ``ended`` is never called.
-    """
-    add = getattr(work, "add_done_callback", None)
-    if add is not None:
-        add(ended)
-    return add is not None
-
-
 class Done:
     """The handle of an operation that had finished when it was returned."""
 
     def wait(self) -> None:
         """Return at once."""
-
-    def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` at once."""
-        ended(time.perf_counter())
 
 
 DONE = Done()

@@ -1,7 +1,7 @@
 """Communicators by name: the values of ``--comm`` and of the benchmarks' options.
 
 To add one, write a class with the methods of `zeroshard.comm.Communicator` in one file, and add one row to
-`COMMUNICATORS`. Error messages, ``--help``, shell completion and the validation of settings read the rows, which needs
+`COMMUNICATORS`. Error messages, ``--help`` and the validation of settings read the rows, which needs
 no torch. ``--comm module:name`` names a user's own communicator: it has no row, and all properties at their defaults.
 """
 

@@ -75,10 +75,6 @@ class Rows(Protocol):
         """Return for each of ``rows`` how many of its targets count."""
         ...
 
-    def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of ``rows`` how many of its T tokens are not padding."""
-        ...
-
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``."""
         ...
@@ -108,8 +104,6 @@ class TextRows:
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return T for each row: every target counts."""
         return np.full(rows.shape, self.seq_len)
-
-    inputs_in = targets_in
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return ``(tokens_BT, targets_BT)``, int64."""

@@ -28,7 +28,7 @@ Shapes: B = micro_batch_size, T = seq_len.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,8 +41,6 @@ from zeroshard.data import order
 from zeroshard.data.base import IGNORED, EvalBatch, Rows, TextRows, part_of
 from zeroshard.errors import UserError
 
-RowsAt = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-
 
 class RowBatches:
     """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
@@ -53,7 +51,6 @@ class RowBatches:
         grad_accum_steps: micro-batches of each rank per step.
         rank, world_size: the ranks among which the rows of a step are divided.
         seed: seed of the shuffle.
-        rows_at: returns the rows at training positions; None: a shuffle of ``rows`` by ``seed``.
         sequence_parallel: neighbouring ranks that share each row.
         tiles: parts of a rank's part that have a loss each.
 
@@ -69,13 +66,12 @@ class RowBatches:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        rows_at: RowsAt | None = None,
         sequence_parallel: int = 1,
         tiles: int = 1,
     ) -> None:
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
-        self.rows, self._rows_at = rows, rows_at or partial(order.rows, seed, num_rows=rows.num_rows)
+        self.rows, self._rows_at = rows, partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
         self.cut = Cut.of(rank, sequence_parallel, tiles)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
@@ -129,7 +125,6 @@ class EvalBatches:
     Args:
         rows: the rows to read.
         micro_batch_size, max_rows, rank, world_size: as above.
-        chosen: the rows to evaluate on; None: ``max_rows``, spread evenly over all rows.
         sequence_parallel: neighbouring ranks that share each row.
 
     Raises:
@@ -143,7 +138,6 @@ class EvalBatches:
         max_rows: int,
         rank: int = 0,
         world_size: int = 1,
-        chosen: NDArray[np.int64] | None = None,
         sequence_parallel: int = 1,
         tiles: int = 1,
     ) -> None:
@@ -151,10 +145,8 @@ class EvalBatches:
         _check_sizes(rank, world_size, **sizes)
         self.rows, self.cut = rows, Cut.of(rank, sequence_parallel, tiles)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
-        if chosen is None:
-            num_rows = min(max_rows, rows.num_rows)
-            chosen = np.arange(num_rows, dtype=np.int64) * rows.num_rows // num_rows
-        self._rows, self.num_rows = chosen, chosen.size
+        self.num_rows = min(max_rows, rows.num_rows)
+        self._rows = np.arange(self.num_rows, dtype=np.int64) * rows.num_rows // self.num_rows
         self.micro_batch_size = min(micro_batch_size, self.num_rows)
         self.num_batches = -(-self.num_rows // self.micro_batch_size)
 

@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike, NDArray
 _NUM_ROUNDS = 6
 _MIN_HALF_BITS = 3  # fewer bits leave too few distinct networks to shuffle a handful of rows fairly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_OF_NUMBERS = 0x5851F42D4C957F2D  # makes the keys of `uniform` differ from those of shuffles
 _MASK_64 = (1 << 64) - 1
 
 
@@ -47,14 +46,6 @@ def rows(seed: int, positions: ArrayLike, num_rows: int) -> NDArray[np.int64]:
     epoch, index = np.divmod(wanted.reshape(-1), num_rows)
     keys = _round_keys(seed, epoch.astype(np.uint64))
     return _permute(index.astype(np.uint64), keys, num_rows).astype(np.int64).reshape(wanted.shape)
-
-
-def uniform(seed: int, positions: ArrayLike) -> NDArray[np.float64]:
-    """Return a number in [0, 1) for each integer in ``positions`` (any shape): a pure function of position and seed."""
-    wanted = np.asarray(positions, dtype=np.int64).astype(np.uint64)
-    seed_key = _mix(np.array([(seed ^ _OF_NUMBERS) & _MASK_64], dtype=np.uint64))
-    mixed = _mix(_mix(wanted.reshape(-1) * _GOLDEN + seed_key) ^ seed_key)
-    return (mixed >> np.uint64(11)).astype(np.float64).reshape(wanted.shape) * np.float64(2.0**-53)
 
 
 def _round_keys(seed: int, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,6 +1,6 @@
 """Data sources by name: the values of ``--data``, apart from data sets of the Hugging Face hub.
 
-A new source is one file in this folder and one row of `SOURCES`. Messages, ``--help`` and shell completion read the
+A new source is one file in this folder and one row of `SOURCES`. Messages and ``--help`` read the
 rows, which needs neither torch nor numpy. ``--data module:name`` is a user's own source: it has no row, and all its
 properties have their default values.
 """
@@ -41,15 +41,14 @@ class SourceEntry:
     Attributes:
         factory: ``module:name`` of a class or function that takes a `SourceRequest` and returns a source (a
             `TextSource`, or `Tables`); or that class or function itself.
-        paths: how many ``--data.path`` it takes: none, at most one ("one"), at least one ("some"), or any number
-            ("any").
+        paths: how many ``--data.path`` it takes: none, at least one ("some"), or any number ("any").
         has_text: False if the source has token ids instead of text, so that nothing is encoded.
         hub: the data set of the Hugging Face hub that the name stands for; empty if it is none.
         has_columns: False if there are no columns, so that ``--data.column`` would have no effect.
     """
 
     factory: str | Callable[[SourceRequest], Any]
-    paths: Literal["none", "one", "some", "any"] = "any"
+    paths: Literal["none", "some", "any"] = "any"
     has_text: bool = True
     hub: str = ""
     has_columns: bool = True
@@ -64,7 +63,6 @@ SOURCES: dict[str, SourceEntry] = {
     "python-stdlib": SourceEntry(BUILT_IN, "none", has_columns=False),
     "python-docs": SourceEntry(BUILT_IN, "none", has_columns=False),
     "text": SourceEntry("zeroshard.data.sources:text_or_tables", "some"),
-    "tinyshakespeare": SourceEntry(BUILT_IN, "one", has_columns=False),
     "synthetic": SourceEntry(BUILT_IN, "none", has_text=False, has_columns=False),
     "bin": SourceEntry(BUILT_IN, "some", has_text=False, has_columns=False),
     "fineweb-edu": SourceEntry(HUB, "none", hub="HuggingFaceFW/fineweb-edu:sample-10BT"),

@@ -3,7 +3,6 @@
 python-stdlib    the running interpreter's own standard library, read in place: some 10 MB of real text
 python-docs      the text of Python's `help()` on its topics: half a megabyte of English
 text             the user's files: a file, a folder, a glob, or several
-tinyshakespeare  1.1 MB of plays, downloaded or from a local file, checked by sha256
 synthetic        seeded token ids that a model can learn: no text, no tokenizer
 bin              token files written by nanoGPT or llm.c
 fineweb-edu, openwebtext, OWNER/NAME[:CONFIGURATION][@SPLIT]   data sets of the Hugging Face hub
@@ -18,11 +17,8 @@ import hashlib
 import platform
 import sys
 import sysconfig
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +29,7 @@ from numpy.typing import NDArray
 from zeroshard.data.bins import TokenBins
 from zeroshard.data.chosen_files import choose, walk
 from zeroshard.data.documents import Document, documents_of, fingerprint_of, text_document
-from zeroshard.data.files import Fingerprint, facts_of, within
+from zeroshard.data.files import Fingerprint, facts_of
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
 from zeroshard.data.tables import Tables
@@ -134,57 +130,6 @@ def _unwrapped(text: str) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-class TinyShakespeare:
-    """The tiny-shakespeare text of Karpathy's char-rnn, read from ``path``, or downloaded if ``path`` is None.
-
-    Its sha256 is fixed, so a prepared folder is recognised without reading or downloading the text.
-    """
-
-    URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-    FINGERPRINT = Fingerprint(1_115_394, 1, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")
-
-    def __init__(self, path: str | None = None, *, url: str = URL, timeout_s: float = 5.0) -> None:
-        self.path, self.url, self.timeout_s = path, url, timeout_s
-        self.description = "tiny-shakespeare (github.com/karpathy/char-rnn)"
-
-    def fingerprint(self) -> Fingerprint:
-        """Return the fixed fingerprint; `documents` refuses any other content."""
-        return self.FINGERPRINT
-
-    def documents(self) -> Iterator[Document]:
-        """Yield the one document; UserError if it is unavailable or is another text."""
-        yield text_document(self._text, "tinyshakespeare")
-
-    @cached_property
-    def _text(self) -> str:
-        if self.path is not None:
-            (file,) = choose([self.path]).files
-            content, origin = Path(file).read_bytes(), self.path
-        else:
-            content, origin = self._downloaded(), self.url
-        if (found := hashlib.sha256(content).hexdigest()) != self.FINGERPRINT.sha256:
-            raise UserError(
-                "data.path",
-                f"{origin} is not tiny-shakespeare: {len(content):,} bytes with sha256 {found[:12]}…",
-                "pass --data.path FILE with the original, or use --data text for another text",
-            )
-        return content.decode()
-
-    def _downloaded(self) -> bytes:
-        def read() -> bytes:
-            with urllib.request.urlopen(self.url, timeout=self.timeout_s) as response:
-                return response.read(2 * self.FINGERPRINT.num_bytes)
-
-        try:
-            return within(6 * self.timeout_s, read)  # a server may also answer, and then send very slowly
-        except OSError as error:  # URLError, HTTPError and timeouts are all OSErrors
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()  # an HTTPError is also the response, and keeps its socket open
-            reason = getattr(error, "reason", None) or error
-            what = f"cannot download {self.url} ({reason})"
-            raise UserError("data.source", what, "pass --data.path FILE") from None
-
-
 class SyntheticTokens:
     """Seeded token ids that a model can learn: a random walk on a circle.
 
@@ -249,8 +194,6 @@ def check_source(name: str, paths: Sequence[str]) -> None:
         raise UserError("data.path", f"the source {name} needs at least one path", "pass --data.path FILE")
     if takes == "none" and paths:
         raise UserError("data.path", f"the source {name} reads no files, got {paths[0]}", "use --data text")
-    if takes == "one" and len(paths) > 1:
-        raise UserError("data.path", f"{name} is one file, got several", "pass one, or use --data text")
 
 
 def has_columns(name: str, paths: Sequence[str]) -> bool:
@@ -279,7 +222,6 @@ def built_in(asked: SourceRequest) -> Source:
     makers: dict[str, Callable[[], Source]] = {
         "python-stdlib": python_stdlib,
         "python-docs": PythonDocs,
-        "tinyshakespeare": lambda: TinyShakespeare(*asked.paths),
         "synthetic": lambda: SyntheticTokens(*astuple(asked.synthetic)),
         "bin": lambda: TokenBins(asked.paths, asked.vocab_size),
     }
@@ -301,7 +243,7 @@ def text_or_tables(asked: SourceRequest) -> Tables | TextFiles:
         raise UserError("data.column", what, "leave it out, or name .jsonl or .parquet files")
     if tables:
         what = f"{tables[0]} has a text in each row and {texts[0]} has not"
-        raise UserError("data.path", what, "mix them by --data.mix, or prepare them apart")
+        raise UserError("data.path", what, "write the text as rows of a .jsonl, or prepare them apart")
     return TextFiles(texts, ", ".join(asked.paths), chosen.left_out)
 
 

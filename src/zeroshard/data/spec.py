@@ -24,7 +24,7 @@ class DataSpec:
 
     Args:
         source: one of `SOURCES`, or a data set of the Hugging Face hub.
-        paths: files, folders or globs for ``text`` and ``bin``; at most one file for ``tinyshakespeare``.
+        paths: files, folders or globs for ``text`` and ``bin``.
         tokenizer: ``bytes``, ``gpt2``, ``bpe:N`` or ``json:PATH``. ``synthetic`` has no text and does not use it; for
             ``bin`` it is the tokenizer that made the tokens, or ``none``.
         val_fraction: share of the text used for validation, in [0, 1); see `zeroshard.data.split`.
@@ -98,14 +98,12 @@ def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
     different specs have different folders.
     """
     parts = [spec.source]
-    # The path of tiny-shakespeare does not matter, because its content is fixed by a checksum.
-    paths = () if spec.source == "tinyshakespeare" else spec.paths
-    if paths:
-        parts.append(Path(paths[0]).stem)
+    if spec.paths:
+        parts.append(Path(spec.paths[0]).stem)
     if spec.source != "synthetic":
         parts.append(tokenizer_identity(spec.tokenizer))
     defaults = DataSpec(spec.source, spec.paths, spec.tokenizer)
-    if paths or spec.identity() != defaults.identity():
-        choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in paths]]
+    if spec.paths or spec.identity() != defaults.identity():
+        choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in spec.paths]]
         parts.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:8])
     return Path(root) / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))

@@ -39,7 +39,7 @@ from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
-from zeroshard.train.setup.prepare_data import data_folder, sources_of
+from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.setup.sequence_check import require_shared
@@ -184,9 +184,6 @@ def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
         raise UserError("data_dir", "the run was streamed, and has no prepared folder", "name one")
     if trained.data.source == UNNAMED:
         raise UserError("data_dir", "the run was imported, and its data were not named yet", "name a prepared folder")
-    if trained.data.mix:
-        folders = ", ".join(source.data.dir for source in sources_of(trained.data))
-        raise UserError("data_dir", f"the run mixes {len(trained.data.mix)} sources", f"name one of {folders}")
     return data_folder(trained.data)
 
 

@@ -1,62 +1,156 @@
-"""Convert DeepSpeed's JSON configuration to our settings: https://www.deepspeed.ai/docs/config-json/
+"""``zeroshard import-config``: convert DeepSpeed's settings to ours, and report what each of them became.
 
-What the file leaves out has DeepSpeed's defaults (of its engine, optimizers and schedulers) and not ours. A value of
-``auto`` is the caller's there, and has our default.
+    zeroshard import-config deepspeed ds_config.json > run.toml
+
+It prints TOML for `zeroshard train --config`, below a table in comments: each key of DeepSpeed, what it became, and
+why. What is ignored is printed on stderr too. What the file leaves out has DeepSpeed's defaults (of its engine,
+optimizers and schedulers) and not ours. A value of ``auto`` is the caller's there, and has our default.
+
+The keys: https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from zeroshard.errors import UserError
-from zeroshard.interop.migration import (
-    COUNT,
-    NUMBER,
-    SWITCH,
-    TEXT,
-    Became,
-    Becomes,
-    Kind,
-    Migration,
-    became,
-    is_count,
-    is_number,
-    require_kind,
-)
+import tomli_w
+
+from zeroshard.columns import columns
+from zeroshard.errors import ExitStatus, UserError, shown
 from zeroshard.regular_files import read_text
+from zeroshard.sizes import LARGEST
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import by_dotted_name, refuse_unusable
+from zeroshard.train.config.validate import by_dotted_name, nested, refuse_unusable, validate
+
+# Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.
+Became = Mapping[str, Any] | tuple[Mapping[str, Any], str] | str
+Becomes = str | Callable[[Any, Mapping[str, Any]], Became]  # our key, or a function of the value and all settings
+Kind = tuple[Callable[[Any], bool], str]  # which values a key takes, and their name
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number of at least 0 that fits into 64 bits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is such a number without a fraction."""
+    return is_number(value) and value == int(value)
+
+
+COUNT: Kind = is_count, "a whole number of at least 0"
+NUMBER: Kind = is_number, "a number of at least 0"
+SWITCH: Kind = lambda value: isinstance(value, int) and value in (0, 1), "true or false"
+TEXT: Kind = lambda value: isinstance(value, str), "text"
+
+
+class Row(NamedTuple):
+    """A line of the table: a key of DeepSpeed's, and the keys of ours that it set; ``why`` may be empty.
+
+    ``fate`` is ``mapped``, ``ignored``, or ``default`` if it was left out and the value is DeepSpeed's.
+    """
+
+    key: str
+    value: Any
+    fate: str
+    ours: str
+    why: str
+
+
+@dataclass
+class Migration:
+    """Our settings by dotted name, which are filled in key by key, and the table of how they came about."""
+
+    source: str
+    ours: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, key: str, value: Any, found: Became, *, is_default: bool = False) -> None:
+        """Set and record what ``key`` became."""
+        ours, why = ({}, found) if isinstance(found, str) else found if isinstance(found, tuple) else (found, "")
+        self.ours |= ours
+        fate = "default" if is_default else "ignored" if isinstance(found, str) else "mapped"
+        self.rows.append(Row(key, value, fate, ", ".join(ours), why))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Our settings as nested tables."""
+        return nested({tuple(name.split(".")): value for name, value in self.ours.items()})
+
+    def lines(self) -> list[str]:
+        """Return lines for the console about what has no effect here, one for each reason; the table says it too."""
+        keys: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.fate == "ignored":
+                keys.setdefault(row.why, []).append(row.key)
+        return [f"ignored: {', '.join(names)} ({why})" for why, names in keys.items()]
+
+    def config(self) -> TrainConfig:
+        """Return the configuration of a run with these settings; raises UserError if values contradict each other."""
+        return validate(TrainConfig, self.values)
+
+    def text(self) -> str:
+        """Return the table, in comments, and the settings as TOML."""
+        cells = [("", "theirs", "value", "ours", "")]
+        cells += [(row.fate, row.key, shown(row.value, 40), row.ours, row.why) for row in self.rows]
+        table = "\n".join(f"# {line}".rstrip() for line in columns(cells))
+        return f"# From {self.source}, by `zeroshard import-config`.\n#\n{table}\n\n{tomli_w.dumps(self.values)}"
+
+
+def require_kind(key: str, value: Any, kind: Kind) -> None:
+    """Raise UserError if ``value`` is not of ``kind``."""
+    fits, name = kind
+    if not fits(value):
+        raise UserError(key, f"{shown(value, 80)} is not {name}", f"give {name}")
+
 
 _ZERO, _OPTIM, _SCHED = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _RATE, _COS_MIN_RATIO = 1e-3, 1e-4  # defaults of their rates, and of cos_min_ratio
 _OWN_RATES = ("WarmupLR", "WarmupDecayLR")  # schedulers that set the rate themselves, and not as a share of lr
 _WARM_UPS = (*_OWN_RATES, "WarmupCosineLR")
+_BY_HAND = ("zero_hpz_partition_size", "mics_shard_size", "zero_quantized_weights", "zero_quantized_gradients")
 _STAGE: Kind = lambda value: is_count(value) and value <= 3, "a stage, 0 to 3"
 _PLACE: Kind = lambda value: value in ("none", "cpu", "nvme"), "none, cpu or nvme"
 _POWER: Kind = lambda value: is_count(value) and value <= 62, "a whole number, 0 to 62"
-_GROUP: Kind = lambda value: is_count(value) or value == -1, "a number of ranks, or -1 for none"
 _PAIR: Kind = lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_number, value)), "two numbers"
 
 
-def read_deepspeed(words: Sequence[str]) -> Migration:
-    """Convert ``FILE.json`` to our settings.
+def run_import_config(words: Sequence[str]) -> int:
+    """Convert the settings in ``deepspeed FILE.json``, print the result, and return the exit status.
+
+    Raises:
+        UserError: as `read_deepspeed`; or values contradict each other.
+    """
+    if len(words) != 2 or words[0] != "deepspeed":
+        what = "it takes the word deepspeed and one file"
+        raise UserError("import-config", what, "write import-config deepspeed FILE.json")
+    migration = read_deepspeed(Path(words[1]))
+    migration.config()
+    print(migration.text(), end="")
+    for line in migration.lines():
+        print(line, file=sys.stderr)
+    return int(ExitStatus.OK)
+
+
+def read_deepspeed(path: Path) -> Migration:
+    """Convert DeepSpeed's file to our settings.
 
     Raises:
         UserError: there is no such file, it is not a JSON object, a value has the wrong type, or the optimizer is not
             available in the trainer.
     """
-    if len(words) != 1:
-        raise UserError("import-config", "deepspeed takes one file", "write import-config deepspeed FILE.json")
-    given = by_dotted_name(_json_object(Path(words[0])))
+    given = by_dotted_name(_json_object(path))
     for key, value in given.items():
         if key in KEYS and value != "auto":
             require_kind(key, value, KEYS[key][0])
     theirs = _defaults(given) | given
     scheduler = theirs.get("scheduler.type")
-    to = Migration(f"DeepSpeed: {words[0]}", {"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
+    to = Migration(f"DeepSpeed: {path}", {"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
     if any(theirs.get(f"{name}.enabled") == "auto" for name in ("bf16", "bfloat16", "fp16")):
         to.ours["dtype"] = TrainConfig.model_fields["dtype"].default
     for key, value in theirs.items():
@@ -66,9 +160,12 @@ def read_deepspeed(words: Sequence[str]) -> Migration:
         elif key.startswith(_SCHED) and scheduler not in _WARM_UPS:
             found = "its scheduler is not computed here"
         elif key in KEYS:
-            found = became(value, theirs, KEYS[key][1])
+            becomes = KEYS[key][1]
+            found = {becomes: value} if isinstance(becomes, str) else becomes(value, theirs)
         elif "offload" in key:
             found = "copies have as many threads and buffers as they need"
+        elif key.removeprefix(_ZERO) in _BY_HAND:
+            found = "set it by hand: docs/from-deepspeed.md says how"
         elif key.startswith(_ZERO):
             found = "a unit is a transformer block, gathered one ahead"
         to.add(key, value, found, is_default=key not in given)
@@ -163,12 +260,6 @@ def _peak(value: Any, theirs: Mapping[str, Any]) -> Became:
     return ({"lr": value}, why) if is_own else "its scheduler takes the optimizer's lr"
 
 
-def _second_copy(value: Any, theirs: Mapping[str, Any]) -> Became:
-    if value > 1 and theirs.get("zero_optimization.stage") != 3:
-        return "below stage 3 weights are not sharded"
-    return {"node_copy": value} if value > 1 else ({}, "off")
-
-
 def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
     """The setting to which the places of optimizer states and weights come together."""
     states, weights = (theirs.get(f"{_ZERO}offload_{kind}.device", "none") for kind in ("optimizer", "param"))
@@ -203,16 +294,8 @@ def _share(value: Any, theirs: Mapping[str, Any]) -> Became:
     return {"offload.fraction": f"{value:g}"} if 0 < value <= 1 else "no share of the elements"
 
 
-def _quantized(value: Any, theirs: Mapping[str, Any], ours: Mapping[str, Any], why: str) -> Became:
-    if value and not theirs.get("zero_optimization.stage"):
-        return "at stage 0 no rank owns a shard to send or sum"
-    return (ours, why) if value else ({}, "off")
-
-
 _CLIPPING = "1 is the default of its releases since 2026; in earlier ones 0, which is off"
 _RECOMPUTED = "changed: each block's inputs are kept; they are not shared out to ranks"
-_PINNED = "what crosses the bus is page-locked on a GPU"
-_NODE_SIZE = "changed: with several GPUs in a node give their number as --wire.node-size"
 KEYS: dict[str, tuple[Kind, Becomes]] = {
     "train_batch_size": (COUNT, "global_batch_size"),
     "train_micro_batch_size_per_gpu": (COUNT, "micro_batch_size"),
@@ -227,18 +310,12 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     "fp16.initial_scale_power": (_POWER, lambda value, _: {"loss_scale": float(2**value)}),
     "fp16.loss_scale_window": (COUNT, "loss_scale_interval"),
     f"{_ZERO}stage": (_STAGE, lambda value, _: {"strategy": f"zero{int(value)}"}),
-    f"{_ZERO}zero_hpz_partition_size": (COUNT, _second_copy),
-    f"{_ZERO}mics_shard_size": (_GROUP, lambda value, _: {"shard_size": value} if value > 0 else ({}, "off")),
-    f"{_ZERO}zero_quantized_weights": (SWITCH, lambda *both: _quantized(*both, {"wire.weights": "int8"}, "")),
-    f"{_ZERO}zero_quantized_gradients": (SWITCH, lambda *both: _quantized(*both, {"wire.grads": "int4"}, _NODE_SIZE)),
     f"{_ZERO}cpu_offload": (SWITCH, _offload),
     f"{_ZERO}offload_optimizer.device": (_PLACE, _offload),
     f"{_ZERO}offload_optimizer.ratio": (NUMBER, _share),
     f"{_ZERO}offload_optimizer.nvme_path": (TEXT, _folder),
-    f"{_ZERO}offload_optimizer.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     f"{_ZERO}offload_param.device": (_PLACE, _offload),
     f"{_ZERO}offload_param.nvme_path": (TEXT, _weights_folder),
-    f"{_ZERO}offload_param.pin_memory": (SWITCH, lambda value, _: ({}, _PINNED)),
     "optimizer.type": (TEXT, _optimizer),
     f"{_OPTIM}lr": (NUMBER, _rate),
     f"{_OPTIM}betas": (_PAIR, lambda value, _: {"beta1": value[0], "beta2": value[1]}),

@@ -23,7 +23,6 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
 from zeroshard.data.tokenizer import TIKTOKEN
 from zeroshard.errors import UserError, is_out_of_memory
-from zeroshard.interop.nanogpt import GPT2_IDS, PADDED_IDS
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.named_shards import NamedShard
 from zeroshard.regular_files import require_regular
@@ -34,6 +33,7 @@ from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 
+GPT2_IDS, PADDED_IDS = 50_257, 50_304  # ids of GPT-2's tokenizer, and nanoGPT's padded vocabulary for them
 _SIZES = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 
 

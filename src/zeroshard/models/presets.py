@@ -1,7 +1,7 @@
 """Models by name: `PRESETS`, a table of sizes, and functions that turn a name and a few changes into a model.
 
 A new model is one file in this folder, with a configuration class and a `LanguageModel`, and one row of `PRESETS`.
-Error messages, ``--help``, shell completion and the checks of settings read the rows, without importing torch.
+Error messages, ``--help`` and the checks of settings read the rows, without importing torch.
 ``--model module:Class`` is a user's own configuration class, created with its defaults. ``hf:FOLDER_OR_NAME`` is a
 model that `transformers` builds, see `zeroshard.models.hugging_face`.
 

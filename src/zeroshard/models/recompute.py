@@ -42,7 +42,7 @@ PRODUCTS = [
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
-    _aten._scaled_mm.default,  # compiled fp8 products; an eager one is an mm of tensors that carry their scales
+    _aten._scaled_mm.default,  # torchao's products in 8 bits, compiled
 ]
 _ATTENTION = [
     _aten._scaled_dot_product_flash_attention.default,

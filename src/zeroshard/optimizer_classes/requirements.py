@@ -12,7 +12,7 @@ Three sources answer, in this order:
 How a class declares its reach: `zeroshard.optimizer_classes.reach`.
 
 Nobody checks a declaration: if an optimizer is declared element-wise and is not, its updates are silently wrong.
-``zeroshard doctor --optimizers module:Class`` compares it with the experiment.
+`zeroshard.reach_probe.answers.found_by_probe` makes the experiment with any class.
 """
 
 from __future__ import annotations

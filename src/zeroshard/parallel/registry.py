@@ -1,7 +1,7 @@
 """Strategies by name: their factories, and the properties that the trainer must know before it builds one.
 
-To add a strategy, write one file in this folder and add one row to `STRATEGIES`. Error messages, ``--help``, shell
-completion and the validation of settings read the rows, which needs no torch. ``--strategy module:name`` names a user's
+To add a strategy, write one file in this folder and add one row to `STRATEGIES`. Error messages, ``--help`` and
+the validation of settings read the rows, which needs no torch. ``--strategy module:name`` names a user's
 own strategy: it has no row, and all properties at their defaults.
 """
 

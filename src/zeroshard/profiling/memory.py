@@ -1,13 +1,8 @@
-"""A rank's memory by category: the engine's resident bytes, and the peak of a step with activations and temporaries.
+"""The peak of a step's memory by category: training state, activations and temporaries.
 
-Three ways to measure, from cheap to thorough:
-
-* `held_bytes` adds up the tensors that an engine lists (`zeroshard.zero.buffers.holdings`). Each storage counts once.
-* `reconciled` compares them with the numbers of CUDA's caching allocator. Bytes that no category claims are activations
-  and temporaries inside a step, and workspaces (cuBLAS) between steps.
-* `AllocationRecorder` sees every operation of a thread, tracks each storage that one reads or writes until it is freed,
-  and records the peak. It runs Python code for every operation, so it is meant for a single step, on request; it works
-  on any device. It cannot see memory that an operation allocates and frees inside one kernel.
+`AllocationRecorder` sees every operation of a thread, tracks each storage that one reads or writes until it is freed,
+and records the peak. It runs Python code for every operation, so it is meant for a single step, on request; it works on
+any device. It cannot see memory that an operation allocates and frees inside one kernel.
 
 [Note: Activations and temporaries]
     Bytes that the engine does not claim are an *activation* if a forward made them and they outlived that forward:
@@ -25,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,72 +30,14 @@ COMM_BUFFERS = "comm_buffers"  # the communicators' own buffers
 OTHERS = "others"  # tensors that existed before and that nobody claims: a model's buffers, a batch
 CATEGORIES = (*STATE, *IN_A_STEP, COMM_BUFFERS, OTHERS)
 
-POINTS = ("initialised", "before_step", "after_step")
-
 Holdings = Callable[[], Iterable[tuple[str, str, Tensor]]]  # yields category, unit, tensor; as `Zero.holdings`
 Bytes = dict[str, int]  # by category
-
-
-def held_bytes(holdings: Iterable[tuple[str, str, Tensor]]) -> Bytes:
-    """Return bytes by category; a storage that several tensors share counts once, in the first one's category."""
-    total: defaultdict[str, int] = defaultdict(int)
-    for category, storage in _storages(holdings).values():
-        total[category] += storage.nbytes()
-    return {category: num_bytes for category, num_bytes in total.items() if num_bytes}
 
 
 def in_order(num_bytes: Mapping[str, int]) -> Bytes:
     """Sort bytes by category into the order of `CATEGORIES`, without empty known ones; unknown ones come last."""
     known = [category for category in CATEGORIES if num_bytes.get(category)]
     return {category: num_bytes[category] for category in [*known, *(set(num_bytes) - set(CATEGORIES))]}
-
-
-def reconciled(held: Mapping[str, int], stats: Mapping[str, int] | None = None) -> Bytes:
-    """Compare ``held`` with the allocator's numbers for the current device.
-
-    Args:
-        held: bytes of the engine's tensors by category, on that device.
-        stats: the result of `torch.cuda.memory_stats`; None: call it now.
-
-    Returns:
-        ``requested``: bytes that live allocations had requested; ``allocated``: of the blocks that they got;
-        ``reserved``: that the allocator has reserved from the device; ``unclaimed``: requested but in no category;
-        ``rounding``: allocated in addition to those requested; ``cached``: reserved but not allocated.
-    """
-    stats = torch.cuda.memory_stats() if stats is None else stats
-    kinds = ("requested", "allocated", "reserved")
-    found = {kind: int(stats.get(f"{kind}_bytes.all.current", 0)) for kind in kinds}
-    requested, allocated, reserved = found.values()
-    between = {"unclaimed": requested - sum(held.values()), "rounding": allocated - requested}
-    return found | between | {"cached": reserved - allocated}
-
-
-class ThreePoints:
-    """Bytes at the three points that users compare: after initialisation, before the first update and after it.
-
-    Before the first update gradients exist but, with most optimizers, no states; after it everything exists.
-
-    Args:
-        optimizer: the optimizer whose first update is observed.
-        account: returns the current bytes by category.
-
-    Attributes:
-        bytes: bytes by point (one of `POINTS`) and category.
-    """
-
-    def __init__(self, optimizer: Optimizer, account: Callable[[], Mapping[str, int]]) -> None:
-        self.bytes: dict[str, Bytes] = {}
-        self._account = account
-        self._before = optimizer.register_step_pre_hook(lambda *_: self._see("before_step"))
-        optimizer.register_step_post_hook(lambda *_: self._see("after_step"))
-        self._see("initialised")
-
-    def _see(self, point: str) -> None:
-        if "after_step" in self.bytes:  # the post hook stays: torch does not allow a hook to remove itself as it runs
-            return
-        self.bytes[point] = dict(self._account())
-        if point == "after_step":
-            self._before.remove()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
@@ -15,7 +15,6 @@ from zeroshard.train.config.command_settings import (
     PrepareConfig,
 )
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say
 from zeroshard.verbs.help import PLAN, TRAIN
 from zeroshard.verbs.laboratory import SWEEP, bench, plan, report, sweep
@@ -38,23 +37,9 @@ def look_around(config: None, words: Sequence[str]) -> int:
     """Run `zeroshard doctor`: prints what `zeroshard.doctor` reports."""
     from zeroshard import doctor
 
-    if not words:
-        print(doctor.report())
-    elif words[0] == "--optimizers":
-        print(doctor.optimizers(words[1:]))
-    else:
-        raise UserError(words[0], "`zeroshard doctor` does not know it", "ask for --optimizers, or nothing")
-    return ExitStatus.OK
-
-
-def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
-    """Run `zeroshard completion`: prints a shell's completion script."""
-    from zeroshard import completion
-
-    if len(words) != 1:
-        what = f"{len(words)} are given where 1 is wanted" if words else "is missing"
-        raise UserError("shell", what, "write `zeroshard completion bash`, zsh or fish")
-    print(completion.script(words[0], verbs, SHORTHANDS))
+    if words:
+        raise UserError(words[0], "`zeroshard doctor` takes nothing", "leave it out")
+    print(doctor.report())
     return ExitStatus.OK
 
 
@@ -71,10 +56,10 @@ VERBS: dict[str, Verb] = {
         ("source", "out"),
     ),
     "import-config": Verb(
-        "Print settings of nanoGPT or DeepSpeed as ours, with what became of each of them.",
+        "Print settings of DeepSpeed as ours, with what became of each of them.",
         import_config,
-        usage="nanogpt [FILE.py] [--key=value ...] | deepspeed FILE.json",
-        words=("nanogpt", "deepspeed"),
+        usage="deepspeed FILE.json",
+        words=("deepspeed",),
     ),
     "plan": Verb(
         "Say before a run what fits, how fast it will be and what to choose; status 3 if nothing fits.",
@@ -104,23 +89,13 @@ VERBS: dict[str, Verb] = {
         usage="RUN... | SWEEP [--out OUT | --to TRACKER]",
     ),
     "doctor": Verb(
-        "Say what is installed, what is found, and what would be used; for bug reports. With --optimizers: which "
-        "optimizers of torch, and classes of your own, may be sharded, and whether an experiment agrees with what a "
-        "class declares; a module:Class that you name is imported, so that its code runs: name what you trust.",
+        "Say what is installed, what is found, and what would be used; for bug reports.",
         look_around,
-        usage="[--optimizers [module:Class ...]]",
-        words=("--optimizers",),
     ),
     "submit": Verb(
         "Queue a training run on a SLURM cluster, and again whenever it is pre-empted: submit [FLAGS] train [FLAGS].",
         submit,
         SubmitConfig,
         before="train",
-    ),
-    "completion": Verb(
-        "Print a script that lets a shell complete this command.",
-        lambda config, words: complete(VERBS, words),
-        usage="bash | zsh | fish",
-        words=("bash", "zsh", "fish"),
     ),
 }

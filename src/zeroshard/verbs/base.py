@@ -32,7 +32,7 @@ class Verb:
     positionals: tuple[str, ...] = ()
     reads_file: bool = False  # whether it takes --config
     usage: str = ""  # for a verb without settings: its arguments, as the usage line shows them
-    words: tuple[str, ...] = ()  # the fixed words among them, which a shell completes
+    words: tuple[str, ...] = ()  # the fixed words among them
     common: Mapping[str, Sequence[str]] = field(default_factory=dict)  # heading -> settings that the short help shows
     before: str = ""  # another verb that follows this one's own arguments, with arguments of its own
 

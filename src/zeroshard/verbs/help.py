@@ -31,7 +31,7 @@ TRAIN = {
 PLAN = {
     "the run": ("model.name", "seq_len", "global_batch", "micro_batch", "dtype", "optimizer"),
     "the machines": ("gpus", "gpu", "gpus_per_node", "network"),
-    "the answer": ("stage", "ask", "explain", "dry_run", "json"),
+    "the answer": ("stage", "ask", "explain", "json"),
 }
 _INDENT = 4
 

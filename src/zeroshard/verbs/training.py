@@ -190,8 +190,8 @@ def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
 
 
 def import_config(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard import-config`: prints nanoGPT's or DeepSpeed's settings as ours."""
-    from zeroshard.interop.migration import run_import_config
+    """Run `zeroshard import-config`: prints DeepSpeed's settings as ours."""
+    from zeroshard.interop.deepspeed import run_import_config
 
     return run_import_config(words)
 

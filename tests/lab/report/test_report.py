@@ -49,7 +49,7 @@ def figures(sweep):
 
 def test_a_sweep_has_every_figure_on_the_page_and_as_png(sweep):
     names = sorted(path.stem for path in (sweep / "figures").glob("*.png"))
-    expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "relative", "throughput"]
+    expected = ["communication", "loss", "memory", "predicted-peak", "predicted-step", "throughput"]
     assert names == sorted(expected)
     assert all((sweep / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in names)
     assert len(_drawings(sweep)) == len(names)
@@ -87,13 +87,11 @@ def test_the_table_has_medians_and_what_they_lie_between(sweep):
     assert "2.13.0" in page
 
 
-def test_communication_is_total_and_exposed(figures):
+def test_communication_is_what_computation_waited_for(figures):
     figure = figures["communication"]
-    lines = {series.name: series for series in figure.series}
-    assert set(lines) == {f"{stage} {what}" for stage in FACTORS for what in ("exposed", "total")}
-    for stage in FACTORS:
-        assert lines[f"{stage} total"].dashed
-        assert all(e <= t for e, t in zip(lines[f"{stage} exposed"].y, lines[f"{stage} total"].y, strict=True))
+    assert [series.name for series in figure.series] == list(FACTORS)
+    for series in figure.series:
+        assert list(series.y) == sorted(series.y, reverse=True)  # a faster link is waited for less
 
 
 def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(figures):
@@ -113,12 +111,6 @@ def test_curves_of_the_same_bits_are_one(figures):
     assert figure.curves
 
 
-def test_it_says_where_two_strategies_draw(figures):
-    figure = figures["relative"]
-    assert "Fastest: zero0 at 100 Mbit/s" in figure.caption
-    assert all(y == 1 for y in figure.series[0].y)
-
-
 def test_the_page_asks_nobody_for_anything(sweep):
     page = _page(sweep)
     assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)""", page)
@@ -136,7 +128,7 @@ def test_damage_is_listed_and_breaks_nothing(tmp_path):
     strange = write_run(tmp_path / "strange")
     (strange / "summary.json").write_text(
         '{"status": "ok", "plan": {"memory_bytes": 3, "peak_bytes": [1], "step_s": {"predicted": "x"}},'
-        ' "overlap_s_per_step": {"a": 1}, "memory_peak": 7}'
+        ' "memory_peak": 7}'
     )
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -156,7 +148,7 @@ def test_a_damaged_sweep_is_listed(tmp_path, damage):
     material = gather([folder])
     assert {notice.kind for notice in material.notices} == {"folder"}
     figures, missing = figures_of(material)
-    assert (figures, len(missing)) == ([], 6)
+    assert (figures, len(missing)) == ([], 5)
     assert "Folders that are not whole" in render(material, figures, missing, [])
 
 
@@ -165,7 +157,6 @@ def test_what_is_not_drawn_is_said(tmp_path):
     assert main(["report", str(tmp_path / "run")]) == 0
     page = _page(tmp_path / "run")
     assert "Predicted against measured: no run has a prediction" in page
-    assert "Crossovers: needs two strategies at two bandwidths" in page
 
 
 def test_points_that_are_not_comparable_are_hollow_and_say_why(tmp_path):

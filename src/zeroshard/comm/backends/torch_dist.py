@@ -17,7 +17,6 @@ bits, with fewer copies. Second, gloo moves only some dtypes, so gathers and bro
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -75,13 +74,6 @@ class _TorchWork:
     def __init__(self, handle: Any, copy: tuple[Tensor, Tensor] | None = None) -> None:
         self._handle = handle
         self._copy = copy
-
-    def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` on gloo's thread when gloo is done. (NCCL's handles know that only on the device.)"""
-        if self._handle is None:
-            ended(time.perf_counter())
-        else:
-            self._handle.get_future().add_done_callback(lambda _: ended(time.perf_counter()))
 
     def is_completed(self) -> bool:
         """Whether the operation is over, on its device too; does not block, and any thread may call it."""

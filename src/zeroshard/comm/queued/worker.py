@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -25,28 +24,12 @@ EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, 
 class Ticket:
     """The handle of an operation that was submitted to a worker."""
 
-    __slots__ = ("_done", "_ended_at_s", "_listeners", "_operation", "error")
+    __slots__ = ("_done", "_operation", "error")
 
     def __init__(self, operation: Operation) -> None:
         self._operation: Operation | None = operation
         self.error: BaseException | None = None
         self._done = Latch()
-        self._ended_at_s = 0.0  # valid once `_done` is open
-        self._listeners: list[Callable[[float], None]] = []
-
-    def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Call ``ended`` when the operation ends, on the worker's thread; at once, on this one, if it has ended."""
-        self._listeners.append(ended)
-        if self._done.is_open:
-            self._call_back()
-
-    def _call_back(self) -> None:
-        while self._listeners:
-            try:
-                ended = self._listeners.pop()  # both threads may be here: only one of them gets each listener
-            except IndexError:
-                return
-            ended(self._ended_at_s)
 
     def wait(self) -> None:
         """Return when the operation has ended; raise its error if it failed."""
@@ -69,9 +52,7 @@ class Ticket:
             traceback.clear_frames(error.__traceback__)  # they hold tensors and messages
             self.error = error
         self._operation = None  # it holds tensors too
-        self._ended_at_s = time.perf_counter()
         self._done.open()
-        self._call_back()
 
 
 class Worker:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zeroshard.comm.base import Communicator, Work, add_done_callback
+from zeroshard.comm.base import Communicator, Work
 from zeroshard.comm.labels import CONTROL, current_label
-from zeroshard.comm.wrappers.exposed import Exposed, with_phase
+from zeroshard.comm.wrappers.exposed import Exposed
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 
 
@@ -33,14 +33,6 @@ class CommRecord:
     # seconds that the host spent in `Work.wait`. On CUDA neither blocks the host; for how long the device's computation
     # waited is in `ObservedCommunicator.exposed`.
     wait_s: float = 0.0
-    phase_label: str = ""  # ``label`` with the phase in which it was issued, as in `Exposed`; empty if not ``timed``
-    issued_at_s: float = 0.0  # when the call began, by `time.perf_counter`
-    # when the operation ended, by `time.perf_counter`; None until then, on CUDA, and if not ``timed``
-    ended_at_s: float | None = None
-
-    def end(self, at_s: float) -> None:
-        """Set the time at which the operation ended, by `time.perf_counter`."""
-        self.ended_at_s = at_s
 
 
 def _span(what: str, label: str) -> AbstractContextManager[Any]:
@@ -65,15 +57,10 @@ class ObservedCommunicator(Wrapper):
 
     Records accumulate until `drain` takes them. Exposed communication time accumulates in ``exposed`` until
     `Exposed.take_seconds` takes it.
-
-    Args:
-        inner: the communicator to observe.
-        timed: whether records also say when each operation ended; this costs a callback on the thread that ends it.
     """
 
-    def __init__(self, inner: Communicator, *, timed: bool = False) -> None:
+    def __init__(self, inner: Communicator) -> None:
         super().__init__(inner)
-        self.timed = timed
         self.records: list[CommRecord] = []
         self.exposed = Exposed()
 
@@ -84,12 +71,8 @@ class ObservedCommunicator(Wrapper):
         with self.exposed.timed(label, unsharded.device, issuing=True), _span(op, label):
             work = issue()
         num_bytes = unsharded.nbytes
-        record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start, issued_at_s=start)
+        record = CommRecord(op, num_bytes, label, self.world_size, time.perf_counter() - start)
         self.records.append(record)
-        if self.timed:
-            record.phase_label = with_phase(label)
-            if unsharded.device.type == "cpu":
-                add_done_callback(work, record.end)
         return _ObservedWork(work, record, self.exposed, unsharded.device)
 
     def barrier(self) -> None:

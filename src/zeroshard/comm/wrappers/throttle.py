@@ -43,7 +43,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from zeroshard.comm.base import Communicator, Groups, Work, add_done_callback, own_group
+from zeroshard.comm.base import Communicator, Groups, Work, own_group
 from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.comm.queued.messages import require_cpu
 from zeroshard.comm.wrappers.wrapper import Wrapper
@@ -233,9 +233,6 @@ class _Delayed:
         self._comm, self._work, self._agreed, self._clock = comm, work, agreed, clock
         self.op, self.num_bytes = op, num_bytes
         self.done_s: float | None = None
-        self._arrived_at_s: float | None = None  # this and the next by time.perf_counter, `done_s` by time.monotonic
-        self._ended_at_s: float | None = None
-        self._listeners: list[Callable[[float], None]] = []
 
     def start_s(self) -> float:
         """Return when the last rank issued the operation, by the host's monotonic clock."""
@@ -247,30 +244,13 @@ class _Delayed:
             )
         return start_ns / _NS
 
-    def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Have `wait` call ``ended``: the end is unknown until `wait` has compared the ranks' clocks."""
-        if self._ended_at_s is not None:
-            ended(self._ended_at_s)
-            return
-        add_done_callback(self._work, self._arrive)
-        self._listeners.append(ended)
-
-    def _arrive(self, at_s: float) -> None:
-        self._arrived_at_s = at_s
-
     def wait(self) -> None:
         """Return once the bytes have arrived and would have arrived over the links; at once when called again."""
         self._work.wait()
-        arrived_at_s = self._arrived_at_s or time.perf_counter()  # a handle without callbacks has ended by now
         if self.done_s is None:
             self._comm.resolve(self)
         assert self.done_s is not None
         sleep_until(self.done_s)
-        if self._ended_at_s is None:
-            due_at_s = self.done_s + (time.perf_counter() - time.monotonic())
-            self._ended_at_s = max(arrived_at_s, due_at_s)
-        while self._listeners:
-            self._listeners.pop()(self._ended_at_s)
 
 
 def sleep_until(deadline_s: float) -> None:

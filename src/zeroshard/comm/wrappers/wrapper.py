@@ -21,7 +21,6 @@ from zeroshard.comm.base import (
     Groups,
     ReduceOp,
     Work,
-    add_done_callback,
     all_to_all,
     empty_for,
     reduce_scatter_consuming,
@@ -38,10 +37,6 @@ class WrappedWork:
     def wait(self) -> None:
         """Wait for the inner handle."""
         self._work.wait()
-
-    def add_done_callback(self, ended: Callable[[float], None]) -> None:
-        """Have the inner handle call ``ended``, if it knows when its operation ends."""
-        add_done_callback(self._work, ended)
 
 
 class Wrapper:

@@ -54,10 +54,6 @@ class ExampleRows:
         """Return for each of ``rows`` how many of its targets count."""
         return self.num_targets[rows]
 
-    def inputs_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each of ``rows`` how many of its tokens belong to examples."""
-        return self.num_inputs[rows]
-
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``, from 0 in each example.
 

@@ -16,7 +16,7 @@ from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
 from zeroshard.train.config.wire_settings import WireConfig
 
-Question = Literal["none", "largest-micro-batch", "fewest-gpus", "lowest-bandwidth", "longest-sequence", "remedy"]
+Question = Literal["none", "fewest-gpus", "longest-sequence"]
 
 
 # pydantic's base class has a deprecated method of that name, replaced by `model_dump_json`.
@@ -68,9 +68,7 @@ class PlanConfig(Config):
         ge=0,
         description="The most GPUs that the run may ever have, a power of two: the same bits on any number. 0: off.",
     )
-    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
-        "bfloat16", description="Type of forward and backward; fp8: matrix products of blocks in 8 bits, else bfloat16."
-    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Type of forward and backward.")
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
         "master", description="Type in which gradients are reduced; master: float32."
     )
@@ -100,7 +98,6 @@ class PlanConfig(Config):
         "flash-2", description="Fused attention that a GPU runs."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
-    compile: bool = Field(False, description="As --impl compile.")
     autocast: bool = Field(False, description="Weights and gradients in fp32, cast to --dtype around forward.")
     price: str = Field("", description="Dollars an hour of one GPU, as 2.5/h; of several kinds one each: 2.5/h,1.2/h.")
     tokens: Count = Field(0, ge=0, description="Tokens to train on, as 10B: the plan says how long, and for how much.")
@@ -110,9 +107,6 @@ class PlanConfig(Config):
     explain: bool = Field(
         False, description="Print what --stage, else the row advised, sends, and each figure's source."
     )
-    dry_run: bool = Field(
-        False, description="Run a rank's step of --stage here, else of the row advised; prediction beside measurement."
-    )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
 
     @model_validator(mode="after")
@@ -120,18 +114,16 @@ class PlanConfig(Config):
         for name in self.gpu_names:
             find_device(name)
         parse_prices(self.price, len(self.gpu_names))
-        if self.compile and self.impl not in ("auto", "compile"):
-            raise UserError("compile", f"it is --impl compile, and impl is {self.impl}", "leave one of the two out")
         self._asks_one_thing()
         self._asks_of_one_size()
         find_link(self.network)
         if self.local_steps.on:
             rules.check_local_steps("local_steps.every", self.local_steps.every, self.shard_size)
-        if self.local_steps.on and (self.explain or self.dry_run or self.ask != "none"):
-            flag = "explain" if self.explain else "dry_run" if self.dry_run else "ask"
+        if self.local_steps.on and (self.explain or self.ask != "none"):
+            flag = "explain" if self.explain else "ask"
             what = "answers of steps alone, and with local_steps.every some of them have an outer step"
             raise UserError(flag, what, "leave one of the two out")
-        if self.wire.given and (self.stage == "0" or (self.dry_run and self.stage == "all")):
+        if self.wire.given and self.stage == "0":
             rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.wire.node_size and self.ask == "fewest-gpus":
@@ -139,11 +131,11 @@ class PlanConfig(Config):
             raise UserError("wire.node_size", what, "leave one of the two out")
         check_offload(self.offload, "auto", local_steps=self.local_steps.on)
         self._copies_what_is_sharded()
-        if self.reproducible and self.ask in ("fewest-gpus", "remedy"):
-            what = f"{self.ask} looks at ways to run that have other bits"
+        if self.reproducible and self.ask == "fewest-gpus":
+            what = "fewest-gpus looks at ways to run that have other bits"
             raise UserError("reproducible", what, "leave one of the two out")
-        if self.sequence_parallel > 1 and self.ask in ("fewest-gpus", "remedy"):
-            what = f"{self.ask} looks at other numbers of GPUs" if self.ask == "fewest-gpus" else "remedy regroups GPUs"
+        if self.sequence_parallel > 1 and self.ask == "fewest-gpus":
+            what = "fewest-gpus looks at other numbers of GPUs"
             raise UserError("sequence_parallel", what, "leave one of the two out")
         if self.within_node:
             find_link(self.within_node, "within_node")
@@ -161,7 +153,7 @@ class PlanConfig(Config):
 
     def _asks_one_thing(self) -> None:
         """Raise UserError for settings that do not belong to the question that is asked."""
-        asked = "ask" if self.ask != "none" else "explain" if self.explain else "dry_run" if self.dry_run else ""
+        asked = "ask" if self.ask != "none" else "explain" if self.explain else ""
         if asked and len(self.gpu_names) > 1:
             raise UserError("gpu", f"{asked} is of one device, and {len(self.gpu_names)} are named", "name one")
         if asked and (self.price or self.tokens):
@@ -169,21 +161,14 @@ class PlanConfig(Config):
             raise UserError(
                 name, f"it belongs to the table, which {asked} takes the place of", "leave one of the two out"
             )
-        if self.dry_run and self.autocast:
-            what = "a dry run runs what zeroshard train does, and that has no such setting"
-            raise UserError("autocast", what, "leave one out")
-        if self.dry_run and self.dtype == "fp8":
-            raise UserError("dtype", "a dry run has no products in 8 bits", "use bfloat16, which keeps as much")
 
     def _asks_of_one_size(self) -> None:
         """Raise UserError for sizes that the question itself varies or does not use: they would change nothing."""
         ask = self.ask
         given = {
-            "global_batch": ask in ("fewest-gpus", "largest-micro-batch", "longest-sequence")
-            and "looks at one micro-batch of each GPU",
+            "global_batch": ask != "none" and "looks at one micro-batch of each GPU",
             "seq_len": ask == "longest-sequence" and "takes the longest that fits",
-            "micro_batch": ask == "largest-micro-batch" and "takes the largest that fits",
-            "shard_size": ask not in ("none", "remedy") and "shares out training state over all GPUs",
+            "shard_size": ask != "none" and "shares out training state over all GPUs",
         }
         name, looks = next(((name, looks) for name, looks in given.items() if looks and getattr(self, name)), ("", ""))
         if name:

@@ -13,7 +13,6 @@ from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
 from zeroshard.lab.predict.conversions import CONVERSIONS
-from zeroshard.lab.predict.float8 import FP8_TIME
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
@@ -22,7 +21,6 @@ from zeroshard.wire_formats import BlockFormat
 FITTED = "fitted to published runs on such devices"
 ONE_RUN = "one published run, of which not all is said"
 ATTENTION = "Shah et al. 2024, FlashAttention-3, arXiv:2407.08608; Dao 2023, FlashAttention-2, arXiv:2307.08691"
-FP8_SOURCE = "torchao trains Llama 3 8B on 8 H100 1.25 times as fast: docs.pytorch.org/ao, Quantized Training"
 NOT_MEASURED = "zeroshard.lab.predict.conversions; not measured here: zeroshard bench device does"
 NCCL = "NCCL src/graph/tuning.cc, and 7 us a call that nccl-tests show"
 NO_RUN = "no published run on such a device: large products alone, less what others lose while they train"
@@ -64,8 +62,6 @@ def _rates(plan: Planner) -> list[tuple[str, str, str]]:
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
     told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
-    if plan.fp8:
-        told.append(("products of blocks", f"{FP8_TIME:.2g} of their time in bfloat16", FP8_SOURCE))
     if device.sustained:
         told += _sustained(plan.software, SUSTAINED[device.sustained])
     elif device.matmul_share < 1:

@@ -68,7 +68,6 @@ def plan(
         rows=tuple(rows),
         best=best,
         advice=reason(planner, rows, best) if best else changes_that_fit(planner, stages, micro_batch, rows),
-        fp8=planner.fp8,
         software=planner.software,
     )
 

@@ -165,7 +165,6 @@ class Plan:
         best: the recommended row, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None if no
             row fits.
         advice: the recommended row and the reason, or the nearest change that would make a row fit.
-        fp8: whether blocks compute matrix products in 8 bits.
         software: the kernels that compute.
     """
 
@@ -175,7 +174,6 @@ class Plan:
     rows: tuple[Row, ...]
     best: Row | None
     advice: str
-    fp8: bool = False
     software: Software = field(default_factory=Software)
 
     @property
@@ -186,7 +184,7 @@ class Plan:
     @property
     def dtype(self) -> str:
         """Name of the requested dtype."""
-        return "fp8" if self.fp8 else self.workload.dtype
+        return self.workload.dtype
 
     def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
         """Cost of training on ``num_tokens`` with the recommended row, at a price per GPU; None if no row fits."""

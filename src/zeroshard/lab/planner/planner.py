@@ -14,7 +14,6 @@ from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Compute, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
-from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.memory import file_parts, host_bytes
 from zeroshard.lab.predict.offload import (
@@ -30,7 +29,7 @@ from zeroshard.lab.predict.offload import (
 )
 from zeroshard.lab.predict.outer_steps import OuterStepCost, outer_step_cost
 from zeroshard.lab.predict.process_memory import Process, ProcessMemory, process_memory
-from zeroshard.lab.predict.rates import SPREAD_UNCALIBRATED, Software, spread
+from zeroshard.lab.predict.rates import Software, spread
 from zeroshard.lab.predict.step import step_of
 from zeroshard.lab.predict.timeline import simulate
 from zeroshard.lab.predict.traffic import bytes_by_link
@@ -54,7 +53,6 @@ class Planner:
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         headroom: share of memory that must stay free.
         software: the kernels that compute.
-        fp8: whether blocks compute matrix products in 8 bits.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
         reproducible: as `zeroshard.Zero` takes it, of parts of rows where ranks share them; 0: None.
         offload: which state leaves the device; None: none does. At stages that do not shard weights these stay. If its
@@ -70,7 +68,6 @@ class Planner:
     reshard_after_forward: bool = True
     headroom: float = HEADROOM
     software: Software = field(default_factory=Software)
-    fp8: bool = False
     node_copy: int = 0
     reproducible: int = 0
     offload: Offload | None = None
@@ -128,7 +125,7 @@ class Planner:
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds=bottleneck(timing, fits=fits),
-            spread=SPREAD_UNCALIBRATED if self.fp8 else spread(self.device),
+            spread=spread(self.device),
             outer_steps=outer_steps,
             padding=padding_of(buffers),
             node_copy=strategy.secondary_shard_size or 0,
@@ -236,7 +233,7 @@ class Planner:
         step = step_of(trace, buffers, state, settings, whole_state)
         if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
             step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
-        return in_float8(step, workload.vocab_size) if self.fp8 else step
+        return step
 
     def _settings(
         self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False
@@ -314,7 +311,6 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.reshard_after_forward,
         asked.headroom,
         asked.software_of(workload.model),
-        asked.fp8,
         asked.node_copy or 0,
         (asked.reproducible or 0) * asked.sequence_parallel,
         asked.offload,

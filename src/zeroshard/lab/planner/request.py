@@ -15,7 +15,6 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster
-from zeroshard.lab.predict.float8 import require_float8
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets
@@ -44,8 +43,7 @@ class Given(TypedDict, total=False):
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch per rank.
         seq_len: tokens of a sequence; None: the longest that the model is made for.
         sequence_parallel: consecutive GPUs that share each sequence of one of our language models.
-        dtype: dtype of forward and backward; master weights and states keep the model's. ``fp8``: matrix products of
-            blocks in 8 bits, everything else in bfloat16.
+        dtype: dtype of forward and backward; master weights and states keep the model's.
         reduce_dtype: dtype in which gradients are reduced; None: that of the master weights.
         wire: wire formats: the fields ``gather``, ``reduce``, ``block``, ... of `zeroshard.zero.MixedPrecision`; stage
             0 ignores them.
@@ -160,11 +158,6 @@ class Request:
         return Calibration(self.gpu) if isinstance(self.gpu, Device) else find_device(self.gpu)
 
     @property
-    def fp8(self) -> bool:
-        """Whether blocks compute matrix products in 8 bits."""
-        return self.dtype == "fp8"
-
-    @property
     def who_computes(self) -> Choice:
         """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
@@ -183,12 +176,11 @@ class Request:
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None]:
         """The engine's policy, and autocast's dtype (or None)."""
         for name, value in (("dtype", self.dtype), ("reduce_dtype", self.reduce_dtype)):
-            choices = (*DTYPES, *(["fp8"] if name == "dtype" else []))
-            if value is not None and value not in choices:
-                raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(choices)}")
+            if value is not None and value not in DTYPES:
+                raise UserError(name, f"{value!r} is not a choice", f"choose one of {', '.join(DTYPES)}")
         if self.autocast and self.dtype == "float32":
             raise UserError("autocast", "float32 weights are their own masters", "choose dtype bfloat16 or float16")
-        compute = DTYPES["bfloat16" if self.fp8 else self.dtype]
+        compute = DTYPES[self.dtype]
         narrow = None if compute == torch.float32 or self.autocast else compute
         reduce = None if self.reduce_dtype is None else DTYPES[self.reduce_dtype]
         return MixedPrecision(narrow, reduce, **self.wire), compute if self.autocast else None
@@ -245,8 +237,6 @@ class Request:
 
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError if the request is impossible for this workload on this device."""
-        if self.fp8:
-            require_float8(device)
         self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
             served = ", ".join(device.matmul_flops_per_s)

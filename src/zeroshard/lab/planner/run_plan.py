@@ -14,7 +14,6 @@ from zeroshard.lab.planner.run_fraction import chosen_fraction
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
-from zeroshard.lab.predict.float8 import in_float8
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState, ema_bytes, file_parts, state_bytes
 from zeroshard.lab.predict.model_spans import Trace
@@ -69,7 +68,6 @@ def predict(job: Job) -> Planned:
     try:
         share = job.sequence_parallel
         step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings, state, sequence_parallel=share)
-        step = in_float8(step, getattr(job.model.config, "vocab_size", 0)) if job.fp8 else step
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise

@@ -165,17 +165,6 @@ class Calibration:
     link: Link | None = None
 
 
-def this_machine(memory_bytes: int, device_type: str) -> Calibration:
-    """A device of the given memory whose rates are placeholders, for plans that predict only memory.
-
-    Args:
-        memory_bytes: bytes that a rank may use.
-        device_type: ``"cpu"`` or ``"cuda"``.
-    """
-    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
-    return Calibration(Device("this machine", memory_bytes, rates, 1e11, "a stand-in", device_type=device_type))
-
-
 def find_device(text: str, field: str = "gpu") -> Calibration:
     """Find the device that ``text`` names: a row of `DEVICES`, or the path of a file that `write_calibration` wrote.
 

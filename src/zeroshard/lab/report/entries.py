@@ -24,7 +24,7 @@ from zeroshard.train.config.validate import by_dotted_name
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)
 # Settings in which runs may differ and still be repeats of one configuration, because they change no result.
-_ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "profile.overlap", "plan.enforce", "plan.device")
+_ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "plan.enforce", "plan.device")
 _ASIDE += tuple(f"track.{name}" for name in TrackConfig.model_fields)
 
 
@@ -63,11 +63,6 @@ class Entry:
     def is_comparable(self) -> bool:
         """Whether its links had the bandwidth and the latency that were requested, according to the runs' probes."""
         return not self.case.why_not_comparable
-
-    @property
-    def total_comm_s(self) -> float:
-        """Seconds of a step in which communication was in flight on rank 0; NaN if no run recorded it."""
-        return _middle(_overlap(run, "total") for run in self.case.done)
 
     @property
     def exposed_s(self) -> float:
@@ -222,21 +217,8 @@ def _bandwidth_of(asked: Any) -> float:
         return math.nan
 
 
-def _overlap(run: RunResult, what: str) -> float:
-    found = run.summary.get("overlap_s_per_step")
-    if not isinstance(found, Mapping):
-        return math.nan
-    values = [_finite(each.get(what)) for each in found.values() if isinstance(each, Mapping)]
-    return sum(values) or math.nan  # a sum of 0 means that the ends of operations could not be recorded
-
-
 def _finite(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
-
-
-def _middle(values: Iterable[float]) -> float:
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[len(known) // 2] if known else math.nan
 
 
 def _find_sweeps(folder: Path) -> list[Path]:

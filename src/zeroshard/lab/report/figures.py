@@ -11,10 +11,10 @@ from zeroshard.lab.report.figure import Figure
 from zeroshard.lab.report.marks import LeftOutError, numbered
 from zeroshard.lab.report.run_figures import loss, memory, predictions
 from zeroshard.lab.report.single_run import curves_of, memory_of
-from zeroshard.lab.report.speed import communication, relative, throughput
+from zeroshard.lab.report.speed import communication, throughput
 from zeroshard.lab.run_folders import RunResult
 
-_COMPARED = ("throughput", "scaling", "communication", "relative")  # figures in which readers compare lines or bars
+_COMPARED = ("throughput", "scaling", "communication")  # figures in which readers compare lines or bars
 _LOG_FROM = 5.0  # least ratio of the largest to the smallest value for which a logarithmic axis is kept
 Drawn = tuple[list[Figure], list[str]]  # figures, and a line for each kind that could not be drawn
 
@@ -26,7 +26,6 @@ def figures_of(material: ReportContents) -> Drawn:
     compared: dict[str, Callable[[], list[Figure]]] = {
         "Throughput": lambda: throughput(entries),
         "Communication": lambda: communication(entries),
-        "Crossovers": lambda: relative(entries),
         "Loss": lambda: loss(entries),
         "Memory": lambda: memory(entries),
     }
@@ -52,7 +51,6 @@ def _of_one(run: RunResult, entries: Sequence[Entry]) -> dict[str, Callable[[], 
         "Gradient norm": curves_of(run, "grad-norm"),
         "Tokens a second": curves_of(run, "tokens"),
         "Time of a step": curves_of(run, "step-time"),
-        "Crossovers": lambda: relative(entries),
         "Memory": lambda: memory_of(run),
         "Exposed communication": curves_of(run, "exposed"),
     }
@@ -65,8 +63,7 @@ def _rightly_scaled(figure: Figure) -> Figure:
         return figure
     if values and min(values) > 0 and max(values) / min(values) > _LOG_FROM:
         return figure
-    from_zero = not figure.name.startswith("relative")
-    return replace(figure, y=replace(figure.y, log=False, from_zero=from_zero))
+    return replace(figure, y=replace(figure.y, log=False, from_zero=True))
 
 
 def _with_note(figure: Figure, entries: Sequence[Entry]) -> Figure:

@@ -75,9 +75,6 @@ def lines(
     group: Iterable[Entry],
     x_of: Callable[[Entry], float],
     value: Callable[[Entry], Spread | None],
-    *,
-    suffix: str = "",
-    dashed: bool = False,
 ) -> list[Series]:
     """One line for each strategy, with error bars from the lowest to the highest repeat."""
     series = []
@@ -89,7 +86,7 @@ def lines(
         colour, marker = style(strategy, index)
         series.append(
             Series(
-                f"{strategy or 'runs'}{suffix}",
+                strategy or "runs",
                 "line",
                 colour,
                 tuple(x for x, _, _ in points),
@@ -97,7 +94,6 @@ def lines(
                 tuple(found.low for _, found, _ in points),
                 tuple(found.high for _, found, _ in points),
                 marker=marker,
-                dashed=dashed,
                 hollow=tuple(not entry.is_comparable for _, _, entry in points),
                 notes=tuple(count_in_words(found) for _, found, _ in points),
             )
@@ -175,8 +171,3 @@ def style(strategy: str, index: int) -> tuple[str, str]:
 def count_in_words(found: Spread) -> str:
     """Format the number of runs behind a mark: ``3 runs``."""
     return f"{found.count} runs" if found.count > 1 else "1 run"
-
-
-def alone(value: float) -> Spread | None:
-    """A single value as a spread; None if the value is not finite."""
-    return Spread(value, value, value, 1) if math.isfinite(value) else None

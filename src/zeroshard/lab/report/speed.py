@@ -1,28 +1,26 @@
-"""Figures of speed: throughput, communication, and crossovers of strategies."""
+"""Figures of speed: throughput and exposed communication."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from zeroshard.lab.report.entries import OF_LINKS, Entry
-from zeroshard.lab.report.figure import SKY, VERMILLION, Axis, Figure, Series, bandwidth_in_words
+from zeroshard.lab.report.figure import VERMILLION, Axis, Figure, Series
 from zeroshard.lab.report.marks import (
     MOST_BARS,
     LeftOutError,
-    alone,
     bandwidth_axis,
     bars,
-    by_strategy,
     groups,
     lines,
     only_first,
     rank_of_strategy,
     titled,
 )
-from zeroshard.lab.run_folders import Spread, scaled
+from zeroshard.lab.run_folders import scaled
 
 bandwidth = attrgetter("bytes_per_s")  # of an entry: its place on the bandwidth axis
 ENDS = ("low", "high")  # attributes of a `Spread`: the ends of error bars
@@ -61,37 +59,30 @@ def throughput(entries: Sequence[Entry]) -> list[Figure]:
 
 
 def communication(entries: Sequence[Entry]) -> list[Figure]:
-    """Communication time of a step on rank 0: total, and exposed (computation waited for it)."""
+    """Exposed communication of a step on rank 0: the time for which computation waited."""
     entries = [entry for entry in entries if math.isfinite(entry.exposed_s) and entry.world_size != 1]
     if not entries:
         raise LeftOutError("no run of several ranks has ended well yet")
-    has_total = any(math.isfinite(entry.total_comm_s) for entry in entries)
-    caption = "Exposed: computation waited for it. "
-    caption += "Total: it was under way, hidden or not." if has_total else "--profile.overlap records the total too."
+    caption = "Exposed: computation waited for it."
     y = Axis("ms of a step, rank 0", log=True)
     figures = []
     for name, group in groups(entries, bandwidth, OF_LINKS):
-        exposed = lines(group, bandwidth, lambda e: scaled(e.case.exposed_s, 1e3), suffix=" exposed")
-        total = lines(group, bandwidth, lambda e: alone(e.total_comm_s * 1e3), suffix=" total", dashed=True)
-        figure = titled(
-            "communication", "Communication against bandwidth", name, bandwidth_axis(group), y, [*exposed, *total]
-        )
+        exposed = lines(group, bandwidth, lambda e: scaled(e.case.exposed_s, 1e3))
+        title = "Exposed communication against bandwidth"
+        figure = titled("communication", title, name, bandwidth_axis(group), y, exposed)
         figures.append(replace(figure, caption=caption))
     if not figures:
         shown = sorted(entries, key=rank_of_strategy)[:MOST_BARS]
         places = tuple(map(float, range(len(shown))))
         exposed_ms = tuple(entry.exposed_s * 1e3 for entry in shown)
-        hidden_ms = tuple(max(entry.total_comm_s - entry.exposed_s, 0.0) * 1e3 for entry in shown)
         spreads = [entry.case.exposed_s for entry in shown]
         low, high = (tuple(1e3 * (getattr(each, end) if each else math.nan) for each in spreads) for end in ENDS)
         shown_bars = [Series("exposed", "bar", VERMILLION, places, exposed_ms, low, high)]
-        if has_total:
-            shown_bars.append(Series("hidden", "bar", SKY, places, hidden_ms, base=exposed_ms))
         x = Axis("", ticks={float(i): entry.label for i, entry in enumerate(shown)})
         figures.append(
             Figure(
                 "communication",
-                "Communication",
+                "Exposed communication",
                 x,
                 Axis("ms of a step, rank 0", from_zero=True),
                 tuple(shown_bars),
@@ -99,51 +90,3 @@ def communication(entries: Sequence[Entry]) -> list[Figure]:
             )
         )
     return figures
-
-
-def relative(entries: Sequence[Entry]) -> list[Figure]:
-    """Step times divided by the first strategy's, by bandwidth; a line at 1 is as fast as the first strategy."""
-    figures = []
-    entries = [entry for entry in entries if entry.case.step_s]
-    for name, group in groups(entries, bandwidth, OF_LINKS):
-        found_by_strategy = by_strategy(group)
-        if len(found_by_strategy) < 2:
-            continue
-        first, *_ = found_by_strategy
-        reference = {bandwidth(entry): entry.case.step_s for entry in found_by_strategy[first]}
-
-        def ratio(entry: Entry, reference: Mapping[float, Spread | None] = reference) -> Spread | None:
-            own, other = entry.case.step_s, reference.get(bandwidth(entry))
-            return Spread(own.median / other.median, own.low / other.median, own.high / other.median, own.count) if (
-                own and other
-            ) else None  # fmt: skip
-
-        series = lines(group, bandwidth, ratio)
-        y = Axis(f"step time / that of {first}", log=True)
-        figure = titled("relative", "Which strategy wins", name, bandwidth_axis(group), y, series)
-        caption = f"Below 1: faster than {first}. {_winners(group)}{_draws(series, first)}"
-        figures.append(replace(figure, caption=caption))
-    if not figures:
-        raise LeftOutError("needs two strategies at two bandwidths")
-    return figures
-
-
-def _winners(group: Sequence[Entry]) -> str:
-    words = []
-    for rate in sorted({bandwidth(entry) for entry in group}):
-        here = [entry for entry in group if bandwidth(entry) == rate]
-        best = min(here, key=lambda entry: entry.case.step_s.median if entry.case.step_s else math.inf)
-        words.append(f"{best.strategy} at {bandwidth_in_words(rate)}")
-    return f"Fastest: {', '.join(words)}."
-
-
-def _draws(series: Sequence[Series], first: str) -> str:
-    """The bandwidths at which lines cross 1, in words; interpolated linearly on logarithmic scales."""
-    found = []
-    for line in series[1:]:
-        for x0, x1, y0, y1 in zip(line.x, line.x[1:], line.y, line.y[1:], strict=False):
-            if (y0 - 1) * (y1 - 1) < 0:
-                share = math.log(y0) / (math.log(y0) - math.log(y1))
-                at = math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
-                found.append(f"{line.name} draws with {first} near {bandwidth_in_words(at)}")
-    return f" {'; '.join(found)}." if found else ""

@@ -188,10 +188,10 @@ class TrainConfig(Config):
     kernels: Literal["auto", "reference", "triton"] = Field(
         "auto", description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Compute type; the master weights are float32. float16 scales the loss. fp8: matrix products of "
-        "blocks in 8 bits by torchao, else bfloat16. auto: bfloat16 on a GPU that has it, else float32.",
+        description="Compute type; the master weights are float32. float16 scales the loss. auto: bfloat16 on a GPU "
+        "that has it, else float32.",
     )
     tf32: bool = Field(
         False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
@@ -220,9 +220,6 @@ class TrainConfig(Config):
     keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
     keep_best: bool = Field(
         False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
-    )
-    early_stop: int = Field(
-        0, ge=0, description="Evaluations in a row without a lower validation loss that end the run; 0: none do."
     )
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
     init_from: str = Field(
@@ -344,9 +341,8 @@ class TrainConfig(Config):
             rules.check_second_copy("node_copy", self.node_copy, self.strategy, **uses, todo=todo)
         self._strategy_has_them()
         check_optimizer(self)
-        for name in ("keep_best", "early_stop"):
-            if getattr(self, name) and not self.eval_interval:
-                raise UserError(name, "there is one evaluation, at the end", "set eval_interval, or leave it out")
+        if self.keep_best and not self.eval_interval:
+            raise UserError("keep_best", "there is one evaluation, at the end", "set eval_interval, or leave it out")
         if self.keep_every and (not self.keep_checkpoints or self.keep_checkpoints < 0 <= self.checkpoint_interval):
             what = f"{self.keep_every} has no effect, because keep_checkpoints = 0 keeps all checkpoints"
             raise UserError("keep_every", what, "set keep_checkpoints to the number of newest checkpoints to keep")
@@ -370,8 +366,6 @@ class TrainConfig(Config):
         rows = [(field, getattr(self, field) != fields[field].default, "planned", what) for field in of_engine]
         what = f"{name} keeps unsharded weights all the time"
         rows.append(("reshard_after_forward", not self.reshard_after_forward, "frees_weights", what))
-        what = f"fp8 is for our engine's stages, and {name} is not one"
-        rows.append(("dtype", self.dtype == "fp8", "planned", what))
         needs = "matrices" if self.optimizer in OF_MATRICES else "blocks of parameters"
         what = f"{self.optimizer} needs unsharded {needs}, and {name} shards them or cannot have its param groups"
         rows.append(("optimizer", self.optimizer != "adamw", "our_optimizers", what))

@@ -6,24 +6,14 @@ The names are read from the registry when a value is checked, so a row added to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticKnownError
 
 from zeroshard.comm.registry import COMMUNICATORS
-from zeroshard.data.registry import SOURCES
 from zeroshard.lazily import is_address
-from zeroshard.models.presets import PRESETS
 from zeroshard.parallel.registry import STRATEGIES, strategies_with
-
-
-@dataclass(frozen=True)
-class Names:
-    """Annotation of a setting's type, for shell completion: ``now()`` returns the names that are valid now."""
-
-    now: Callable[[], Iterable[str]]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
@@ -51,10 +41,6 @@ def _evaluating() -> tuple[str, ...]:
     return ("none", *strategies_with("evaluates"))
 
 
-StrategyName = Annotated[str, Names(_strategies), one_of(_strategies)]
-EvaluatingName = Annotated[str, Names(_evaluating), one_of(_evaluating)]
-CommName = Annotated[str, Names(communicators("auto")), one_of(communicators("auto"))]
-# These two have no validator: a name is checked when the model is built (`model_config`) or the source is opened
-# (`check_source`).
-ModelName = Annotated[str, Names(lambda: PRESETS)]
-SourceName = Annotated[str, Names(lambda: SOURCES)]
+StrategyName = Annotated[str, one_of(_strategies)]
+EvaluatingName = Annotated[str, one_of(_evaluating)]
+CommName = Annotated[str, one_of(communicators("auto"))]

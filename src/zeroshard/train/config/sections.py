@@ -19,7 +19,6 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
-from zeroshard.train.config.registered import ModelName
 
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state"}
@@ -43,7 +42,7 @@ class Config(BaseModel):
 class ModelConfig(Config):
     """Which model: a preset by name, and sizes that replace the preset's."""
 
-    name: ModelName = Field(
+    name: str = Field(
         "gpt2-demo",
         min_length=1,
         description=f"Preset: {', '.join(PRESETS)}; hf:FOLDER or hf:OWNER/NAME, a causal language model of Hugging "
@@ -208,12 +207,11 @@ class ProfileConfig(Config):
     """What to profile during training, beyond the record of each step."""
 
     trace_steps: int = Field(
-        0, ge=0, description="Steps to trace, into OUT/trace/trace.json, from the third on; 0: none."
+        0, ge=0, description="Steps to trace, into a file of each rank in OUT/trace, from the third on; 0: none."
     )
     memory: bool = Field(
         False, description="Find the peak of memory by category, from every operation of the second step."
     )
-    overlap: bool = Field(False, description="Time each collective to its end: what was hidden, in summary.json.")
 
 
 class ContractConfig(Config):

@@ -74,7 +74,7 @@ def read_given(path: str) -> dict[str, Any]:
     others = by_path({key: value for key, value in resolved.items() if key not in DERIVED})
     now = by_path(validate(TrainConfig, nested(given)).model_dump(mode="json"))
     changed = {path: value for path, value in others.items() if value != now.get(path) and now.get(path) != "auto"}
-    # A given name may stand for a table, as model = "gpt2-124m", and a given table for a list, as [data.mix].
+    # A given name may stand for a table, as model = "gpt2-124m".
     return nested(given | {path: changed[path] for path in changed if not any(_overlap(path, each) for each in given)})
 
 

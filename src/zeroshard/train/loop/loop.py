@@ -95,7 +95,6 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
                 alive(PATIENCE_S)  # the first evaluation may compile
             losses = _evaluate(run, step, saving.settle, saving.alive)
             is_best = run.best.record(step, losses["val_loss"]) and schedule.keep_best
-            at_end = at_end or run.best.exhausted
         if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
             saving.begin(step)
         saving.alive()
@@ -111,9 +110,7 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         **({} if run.strategy.ema is None else {"ema_val_loss": None}),
         **losses,
         **({} if run.best.step is None else {"best_step": run.best.step, "best_val_loss": run.best.loss}),
-        "stopped_early": run.best.exhausted and step < schedule.max_steps,
         "tokens": run.tokens_at(step),
-        **({"tokens_by_source": by_source} if (by_source := run.corpus.tokens_by_source(step)) else {}),
         "num_skipped": run.guard.num_skipped,
         "last_checkpoint_step": saving.saved_at,
         "wall_s": perf_counter() - started,

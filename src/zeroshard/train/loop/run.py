@@ -49,10 +49,8 @@ class Corpus:
     # `zeroshard.data.batches`
     loss_weight: Callable[[int, int], Tensor] | None = None
     named_evals: Mapping[str, Iterable[EvalBatch]] = field(default_factory=dict)  # further validation sets
-    said: str = ""  # how examples are packed into rows and sources mixed, in words
+    said: str = ""  # how examples are packed into rows, in words
     facts: Mapping[str, Any] = field(default_factory=dict)  # the same as numbers, for the log
-    # tokens of each mixed source that a number of steps train on, without padding
-    tokens_by_source: Callable[[int], Mapping[str, int]] = lambda steps: {}
 
 
 @dataclass(frozen=True)

@@ -105,15 +105,13 @@ def _communicated(
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Return the step's bytes by collective, and its exposed communication in seconds by label.
 
-    Also passes the step's collectives to the run's plan and measurements.
+    Also passes the step's collectives to the run's plan.
     """
     traffic = run.comm.totals() if run.comm else {}
     exposed_s = run.comm.exposed.take_seconds() if run.comm and run.comm.world_size > 1 else {}
     records = run.comm.drain() if run.comm else []
     if run.contract:
         run.contract.compare(step + 1, records, memory_bytes, taken=taken, fragments=fragments_of_outer_step(run))
-    if run.measures:
-        run.measures.add_step(records, exposed_s)
     return traffic, exposed_s
 
 

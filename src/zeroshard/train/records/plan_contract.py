@@ -50,7 +50,6 @@ class Job:
     calibration: str = ""  # path of a file from `zeroshard bench device`
     estimates: bool = True  # peak memory and time too: a trace of about a second, which one rank does for all
     links: Links | None = None  # slowed links, which the device's calibration does not include
-    fp8: bool = False  # whether matrix products of the blocks are in 8 bits
     reduce_dtype: torch.dtype | None = None  # in which gradients accumulate and are reduced; None: fp32
     wire: Mapping[str, Any] = field(default_factory=dict)  # arguments of `zeroshard.zero.MixedPrecision`
     accumulate: Accumulate | None = None

@@ -15,11 +15,9 @@ import torch.distributed as dist
 from zeroshard.comm import Communicator
 from zeroshard.data.registry import source_entry
 from zeroshard.models import LanguageModel
-from zeroshard.models.float8 import float8_layers
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run
-from zeroshard.train.setup.assemble import FP8
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.probe import compare_updates
 
@@ -53,10 +51,6 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     groups = _ranks(comm.world_size) if share == 1 else _groups(comm.world_size // share, share)
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
-    dtype = config.dtype
-    if dtype == FP8:
-        layers, total = float8_layers(model)
-        dtype = f"fp8 in {len(layers)} of {total} linear layers of blocks, else bfloat16,"
     num_params = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
@@ -70,8 +64,8 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
         "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {groups} x "
         f"{config.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step",
-        "compute": f"{dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with lr "
-        f"{config.lr:g}, torch {torch.__version__}",
+        "compute": f"{config.dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with "
+        f"lr {config.lr:g}, torch {torch.__version__}",
     }
     return {label: said for label, said in lines.items() if said}
 

@@ -29,7 +29,6 @@ from zeroshard.models import (
 )
 from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
-from zeroshard.models.float8 import float8_layers, use_float8
 from zeroshard.models.presets import model_config
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
@@ -44,7 +43,6 @@ from zeroshard.zero import STAGES, LocalSteps, Offload, loaded_later
 from zeroshard.zero.core.strategy import SHARD
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FP8 = "fp8"  # value of ``dtype``: matrix products of blocks in 8 bits, everything else in bfloat16
 
 
 def take_dtype_of_weights(config: TrainConfig, model: nn.Module) -> None:
@@ -69,12 +67,6 @@ def check_adapters(config: TrainConfig) -> None:
     """Raise UserError if the model cannot have the adapters that ``config`` asks for; the data is not needed."""
     if config.lora.rank:
         make_model(config, max(config.model.vocab_size, 1), "meta")
-
-
-def check_float8(config: TrainConfig) -> None:
-    """Raise UserError if ``config`` asks for fp8 and the model has no layer for it; the data is not needed."""
-    if config.dtype == FP8:
-        float8_layers(make_model(config, max(config.model.vocab_size, 1), "meta"))
 
 
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
@@ -185,8 +177,6 @@ def sharded(
     model.eos_id = eos_id
     if attention_boundary_setting(config):
         model.require_positions(attention_boundary_setting(config))
-    if config.dtype == FP8:
-        use_float8(model)
     if config.sequence_parallel * config.tiles_as_ranks > 1:
         tiles = config.tiles_as_ranks if config.reproducible and not config.compile else None
         model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles))
@@ -230,8 +220,8 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype of forward and backward; with fp8 the dtype of everything but the blocks' matrix products."""
-    return torch.bfloat16 if config.dtype == FP8 else DTYPES[config.dtype]
+    """The dtype of forward and backward."""
+    return DTYPES[config.dtype]
 
 
 def reduce_dtype(config: TrainConfig) -> torch.dtype | None:

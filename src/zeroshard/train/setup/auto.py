@@ -31,7 +31,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import FP8, compute_dtype, local_steps, offload, reduce_dtype, wire
+from zeroshard.train.setup.assemble import compute_dtype, local_steps, offload, reduce_dtype, wire
 from zeroshard.zero import STAGES
 
 HIGHEST_STAGE = 3
@@ -167,7 +167,6 @@ def job_of(
         world_size=comm.world_size,
         shard_size=config.shard_size or comm.world_size,
         compute_dtype=compute_dtype(config),
-        fp8=config.dtype == FP8,
         reduce_dtype=reduce_dtype(config),
         wire=wire(config),
         accumulate=None if config.accumulate == "auto" else config.accumulate,

@@ -47,7 +47,6 @@ from zeroshard.train.setup.agree import start_facts
 from zeroshard.train.setup.assemble import (
     attention_boundary_setting,
     check_adapters,
-    check_float8,
     check_model,
     check_shard_size,
     make_model,
@@ -112,7 +111,6 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device, pre
     config = on_device(with_model_files(with_initial_run(config)), device)
     check_model(config)
     check_adapters(config)
-    check_float8(config)
     require_trackers(config.track)
     check_shard_size(config, comm.world_size)
     describe(device, config.kernels)  # raises if the kernels asked for are not available here
@@ -142,7 +140,7 @@ def _build_in(
     schedule = _schedule(config, comm.world_size)
     resume_from = resume.choose(comm, config.resume, checkpoint_folder(folder))
     corpus = open_corpus(config, comm, schedule.grad_accum_steps)
-    observed = ObservedCommunicator(comm, timed=config.profile.overlap or config.profile.trace_steps > 0)
+    observed = ObservedCommunicator(comm)
     as_given, stage = config, None
     eos_id = separating_id(config, corpus.eos_id)
     draw = resume_from is None and not config.init_from
@@ -186,7 +184,7 @@ def _build_in(
         tokens_per_step=_rows_at_once(config, comm.world_size) * schedule.grad_accum_steps * config.seq_len,
         scaler=scaler,
         guard=StepGuard(config.optim.max_not_finite),
-        best=BestLoss(config.early_stop),
+        best=BestLoss(),
         config=config.model_dump(mode="json"),
         stage=stage,
         why_fraction=why_fraction,
@@ -222,7 +220,7 @@ def _with_records(
     blocks = (each for each in strategy.model.named_modules() if re.fullmatch(r"(.*\.)?blocks\.\d+", each[0]))
     is_ours = isinstance(strategy, ZeroStrategy)
     units = [(unit.name, unit.module) for unit in strategy.zero.units] if is_ours else list(blocks)
-    # float16 has bfloat16's peak, and the MFU of fp8 is relative to it too
+    # float16 has bfloat16's peak
     has_peak = device.type == "cuda" and config.dtype != "float32"
     shapes = _shapes(config, corpus.vocab_size, separating_id(config, corpus.eos_id))
     run = replace(

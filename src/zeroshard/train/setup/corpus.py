@@ -1,11 +1,11 @@
-"""Opens the data of a run: prepared tokens, rows of examples or mixed sources, or a stream tokenized on the fly."""
+"""Opens the data of a run: prepared tokens, rows of examples, or a stream tokenized on the fly."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from zeroshard.data.batches import require_rows
 from zeroshard.data.chat_templates import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
 from zeroshard.data.lanes import open_stream
-from zeroshard.data.meta import SPLITS, DataMeta, read_meta
-from zeroshard.data.mixing import JoinedRows, Mixture
+from zeroshard.data.meta import DataMeta, read_meta
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
@@ -29,7 +28,7 @@ from zeroshard.errors import UserError, warn
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Corpus
 from zeroshard.train.setup.agree import agree_on
-from zeroshard.train.setup.prepare_data import Source, data_folder, data_spec, prepare_data, sources_of
+from zeroshard.train.setup.prepare_data import data_folder, data_spec, prepare_data
 
 
 def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
@@ -42,57 +41,45 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
 
 
 def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
-    """Open prepared data: text or examples, of one source or of several that are mixed."""
-    data, sources = config.data, sources_of(config.data)
-    counts_all = data.format == "text" and not data.mix  # every target of every row
-    folders, metas = _prepared_alike(sources, comm)
+    """Open prepared data: text or examples."""
+    data = config.data
+    counts_all = data.format == "text"  # every target of every row
+    folder = data_folder(data)
+    first_rank_does(comm, partial(prepare_data, data))
+    meta = read_meta(folder)
+    agree_on(comm, data_facts(meta))
     groups = comm.world_size // config.sequence_parallel
     batch = config.micro_batch_size * grad_accum_steps * groups  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
-    named = list(zip(sources, folders, strict=True))
-    options = {"packed": data.packing, "of_examples": data.format != "text"}
 
-    def rows_of(source: Source, folder: Path, split: str) -> Rows:
-        words = f"{source.name} {split}".strip()
-        return rows_of_folder(folder, split, config.seq_len, named=words, at_least=least[split], **options)
+    def rows_of(split: str) -> Rows:
+        packed, of_examples = data.packing, not counts_all
+        seq_len, at_least = config.seq_len, least[split]
+        return rows_of_folder(folder, split, seq_len, packed=packed, of_examples=of_examples, at_least=at_least)
 
-    parts = {split: [rows_of(*each, split) for each in named] for split in SPLITS}
-    train, val = (_joined(parts[split]) for split in SPLITS)
-    weights = [source.weight for source in sources]
-    mixture = Mixture(train, weights, config.seed) if isinstance(train, JoinedRows) else None
-    if mixture is None:
-        require_rows(train, batch)
-    for split, of_split in parts.items():
-        for said in (rows.said(split) for rows in of_split if isinstance(rows, ExampleRows)):
-            if comm.rank == 0 and said:
-                print(said, file=sys.stderr, flush=True)
+    train, val = rows_of("train"), rows_of("val")
+    require_rows(train, batch)
+    for split, rows in (("train", train), ("val", val)):
+        if comm.rank == 0 and isinstance(rows, ExampleRows) and (said := rows.said(split)):
+            print(said, file=sys.stderr, flush=True)
     ranks, size = _ranks(config, comm), config.micro_batch_size
-    batches = RowBatches(train, size, grad_accum_steps, seed=config.seed, rows_at=mixture, **ranks)
-    chosen = Mixture(val, weights, config.seed).evenly(config.eval_rows) if isinstance(val, JoinedRows) else None
-    rows_per_step = batches.num_micro_batches * size
-    in_rows = f" packed {config.seq_len}" if data.packing else ""
-    mixed = f" {weights}" if data.mix else ""
-    tokens = " ".join(meta.tokens_sha256 for meta in metas)
-    choices = f"{tokens}{in_rows}{mixed}"
-
-    def tokens_by_source(steps: int) -> dict[str, int]:
-        numbers = [] if mixture is None else mixture.tokens(steps * rows_per_step)
-        return {source.name: number for source, number in zip(sources, numbers, strict=False)}
-
-    told = _told(sources, parts["train"], mixture, config.max_steps * rows_per_step)
+    batches = RowBatches(train, size, grad_accum_steps, seed=config.seed, **ranks)
+    choices = f"{meta.tokens_sha256}{f' packed {config.seq_len}' if data.packing else ''}"
+    facts: dict[str, Any] = {}
+    if isinstance(train, ExampleRows):
+        facts = {"rows": train.num_rows, "examples": train.members.size, "filled": round(train.share_filled, 4)}
     return Corpus(
         batches=batches,
-        eval_batches=EvalBatches(val, size, config.eval_rows, chosen=chosen, **ranks),
-        vocab_size=max(meta.vocab_size for meta in metas),
-        eos_id=metas[0].eos_id,
-        sha256=tokens if counts_all else hashlib.sha256(choices.encode()).hexdigest(),
-        keep_tokenizer=lambda kept: _copy_tokenizer(folders[0], kept, data.tokenizer),
-        num_tokens=sum(meta.splits["train"].num_tokens for meta in metas),
+        eval_batches=EvalBatches(val, size, config.eval_rows, **ranks),
+        vocab_size=meta.vocab_size,
+        eos_id=meta.eos_id,
+        sha256=meta.tokens_sha256 if counts_all else hashlib.sha256(choices.encode()).hexdigest(),
+        keep_tokenizer=lambda kept: _copy_tokenizer(folder, kept, data.tokenizer),
+        num_tokens=meta.splits["train"].num_tokens,
         loss_weight=None if counts_all else batches.weight,
-        named_evals=_named_evals(config, folders[0], comm),
-        said=told[0],
-        facts=told[1],
-        tokens_by_source=tokens_by_source,
+        named_evals=_named_evals(config, folder, comm),
+        said=train.in_words() if isinstance(train, ExampleRows) else "",
+        facts=facts,
     )
 
 
@@ -102,46 +89,6 @@ def _ranks(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
     return {"rank": comm.rank, "world_size": comm.world_size, **shared}
 
 
-def _prepared_alike(sources: Sequence[Source], comm: Communicator) -> tuple[list[Path], list[DataMeta]]:
-    """Prepare each source; return their folders and metadata. A UserError if their tokenizers differ. Collective."""
-    folders, metas = [data_folder(source.data) for source in sources], []
-    for source, folder in zip(sources, folders, strict=True):
-        first_rank_does(comm, partial(prepare_data, source.data))
-        metas.append(read_meta(folder))
-        prefix = f"{source.name}: " if source.name else ""
-        agree_on(comm, {f"{prefix}{fact}": value for fact, value in data_facts(metas[-1]).items()})
-        if (metas[-1].tokenizer, metas[-1].tokenizer_sha256) != (metas[0].tokenizer, metas[0].tokenizer_sha256):
-            what = f"{folder} was prepared with another tokenizer ({metas[-1].tokenizer}) than {folders[0]}"
-            raise UserError("data.mix", what, "delete it, so that it is prepared anew")
-    return folders, metas
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    return JoinedRows(parts) if parts[1:] else parts[0]
-
-
-def _told(
-    sources: Sequence[Source], parts: Sequence[Rows], mixture: Mixture | None, num_rows: int
-) -> tuple[str, dict[str, Any]]:
-    """Describe how rows are filled and sources mixed in ``num_rows`` rows of training: in words, and for the log."""
-    facts: dict[str, Any] = {}
-    words = []
-    examples = [rows for rows in parts if isinstance(rows, ExampleRows)]
-    if examples:
-        num_inputs = sum(int(rows.num_inputs.sum()) for rows in examples)
-        num_filled = sum(rows.num_rows for rows in examples)
-        facts = {"rows": num_filled, "examples": sum(rows.members.size for rows in examples)}
-        facts["filled"] = round(num_inputs / (num_filled * examples[0].seq_len), 4)
-    if mixture is None:
-        return (examples[0].in_words() if examples else ""), facts
-    counts, tokens = mixture.foreseen(num_rows)
-    for source, part, count, num_tokens in zip(sources, parts, counts, tokens, strict=True):
-        share, epochs = num_tokens / max(sum(tokens), 1), count / part.num_rows
-        facts.setdefault("mix", {})[source.name] = {"rows": count, "tokens": num_tokens, "epochs": round(epochs, 4)}
-        words.append(f"{source.name} {share:.1%} of tokens, {epochs:.3g} epochs".replace("%", " %"))
-    return "; ".join(words), facts
-
-
 def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
     """Return the batches of each further validation set, tokenized by the tokenizer in ``folder``. Collective."""
     meta, found = read_meta(folder), {}
@@ -149,7 +96,7 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
     size, most, data_column = config.micro_batch_size, config.eval_rows, config.data.column
     for name, path in config.data.val_paths.items():
         column = data_column if has_columns("text", (path,)) else "text"
-        changes = {"source": "text", "path": (path,), "mix": (), "tokenizer": tokenizer, "column": column}
+        changes = {"source": "text", "path": (path,), "tokenizer": tokenizer, "column": column}
         data = config.data.model_copy(update={**changes, "val_fraction": 0.0, "max_tokens": 0})
         where = data_dir(data_spec(data), folder.parent)
         data = data.model_copy(update={"dir": str(where)})

@@ -6,7 +6,6 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.launch import environment
-from zeroshard.models.float8 import require_float8
 from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
@@ -18,10 +17,8 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Set torch's global switches as ``config`` says (TF32, determinism); return ``config`` with its dtype resolved.
 
     Raises:
-        UserError: TF32 or fp8 is asked for, and the device does not support it.
+        UserError: TF32 is asked for, and the device does not support it.
     """
-    if config.dtype == "fp8":
-        require_float8(device)
     if config.tf32 and device.type != "cuda":
         raise UserError("tf32", f"the device is {device}, and GPUs alone have TF32", "leave it out")
     if config.tf32 and torch.cuda.get_device_capability(device) < _WITH_TF32:

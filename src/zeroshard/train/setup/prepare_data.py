@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.data.meta import read_meta
@@ -37,50 +36,21 @@ def data_folder(data: DataConfig) -> Path:
     return Path(data.dir) if data.dir else data_dir(data_spec(data))
 
 
-@dataclass(frozen=True)
-class Source:
-    """One data source, which is prepared into one folder."""
-
-    name: str  # the path in ``data.mix``; empty if nothing is mixed
-    weight: float  # among the training rows, as the user gave it; above 0
-    data: DataConfig  # of this source alone
-
-
-def sources_of(data: DataConfig) -> list[Source]:
-    """Return each source of ``data.mix`` with a weight above 0; without a mix, ``data`` itself as the only one."""
-    if not data.mix:
-        return [Source("", 1.0, data)]
-    found = []
-    each = {path: {"source": path} if path.startswith("hf:") else {"path": (path,)} for path in data.weights}
-    alone = {path: data.model_copy(update={"mix": (), "dir": "", **named}) for path, named in each.items()}
-    in_columns = {path: data.column != "text" and _has_columns(own) for path, own in alone.items()}
-    for path, weight in data.weights.items():
-        if not weight:
-            continue
-        # One column is named for all sources; where no source has columns, it is left for `open_source` to refuse.
-        column = data.column if in_columns[path] or not any(in_columns.values()) else "text"
-        own = alone[path].model_copy(update={"column": column})
-        folder = data_dir(data_spec(own), data.dir or "data")
-        found.append(Source(path, weight, own.model_copy(update={"dir": str(folder)})))
-    return found
-
-
 def run_prepare(data: DataConfig) -> int:
-    """Prepare each source of ``data``, and print its folder and numbers of tokens; returns the exit status.
+    """Prepare ``data``, and print its folder and numbers of tokens; returns the exit status.
 
     Raises:
         UserError: as `zeroshard.data.prepare.prepare`.
         OSError: the disk failed or is full.
     """
-    for source in sources_of(data):
-        folder = prepare_data(source.data)
-        meta = read_meta(folder)
-        splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in meta.splits.items())
-        print(f"tokens in {folder}: {splits}")
-        if meta.examples:
-            of_each = meta.examples.items()
-            each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in of_each]
-            print(f"examples: {', '.join(each)}")
+    folder = prepare_data(data)
+    meta = read_meta(folder)
+    splits = ", ".join(f"{split.num_tokens:,} {name}" for name, split in meta.splits.items())
+    print(f"tokens in {folder}: {splits}")
+    if meta.examples:
+        of_each = meta.examples.items()
+        each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in of_each]
+        print(f"examples: {', '.join(each)}")
     return int(ExitStatus.OK)
 
 

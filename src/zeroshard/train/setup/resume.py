@@ -36,7 +36,7 @@ FREE = frozenset(
         *("sequence_parallel", "micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
         *("accumulate", "prefetch", "offload.state", "offload.fraction", "offload.pinned", "offload.path"),
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
-        *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best", "early_stop"),
+        *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best"),
         *("track.to", "track.project", "track.name", "track.group"),
         *("data.dir", "data.path", "model.activation_checkpointing", "model.tiles", "init_from"),
     }

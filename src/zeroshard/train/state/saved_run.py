@@ -52,7 +52,6 @@ class _Scaler(_Facts):
 class _Best(_Facts):
     step: _Count | None
     loss: _Finite | None
-    num_worse: _Count
 
     @model_validator(mode="after")
     def _one_with_the_other(self) -> Self:

@@ -1,7 +1,8 @@
 """Dry run: trains as one rank of a world of any size, alone on this machine, and measures its memory and traffic.
 
 The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
-computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.profiling.memory`).
+computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.profiling.memory`). `compared` has
+a plan's predictions beside it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,6 +20,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroshard.comm import CONTROL, CommRecord, NullCommunicator, ObservedCommunicator
+from zeroshard.lab.planner.command import arguments, chosen_row
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.predict.hardware import Calibration, Device
 from zeroshard.lab.predict.memory import SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.models import LanguageModel, SequenceParallel
@@ -199,3 +206,42 @@ def _fill(zero: Zero) -> None:
         for holding in zero.holdings():
             if holding.tensor.untyped_storage().nbytes():  # otherwise it is freed until its next use
                 holding.tensor.normal_(0.0, 0.02)
+
+
+def this_machine(memory_bytes: int, device_type: str) -> Calibration:
+    """A device of the given memory whose rates are placeholders, for plans that predict only memory.
+
+    Args:
+        memory_bytes: bytes that a rank may use.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e12)
+    return Calibration(Device("this machine", memory_bytes, rates, 1e11, "a stand-in", device_type=device_type))
+
+
+def compared(config: PlanConfig) -> dict[str, dict[str, int]]:
+    """The step of one rank that ``config`` plans, taken here on a CPU: predicted and measured values by name."""
+    planner = planner_for(**arguments(config))
+    row = chosen_row(config, plan(**arguments(config), stage=int(config.stage), micro_batch=config.micro_batch))
+    local = planner_for(**{**arguments(config), "gpu": this_machine(2**62, "cpu"), "within_node": config.network})
+    again, workload = local.row(row.stage, row.micro_batch), local.workload
+    with TemporaryDirectory(prefix="zeroshard-") as folder:
+        offload = local.offload_at(local.strategy(row.stage, row.shard_size))
+        measured = dry_run(
+            workload.model,
+            workload.inputs,
+            world_size=planner.cluster.world_size,
+            strategy=local.strategy(row.stage, row.shard_size),
+            micro_batch=row.micro_batch,
+            units=workload.model.units,
+            precision=workload.precision,
+            num_micro=again.num_micro,
+            offload=replace(offload, path=folder) if offload is not None and offload.path else offload,
+            sequence_parallel=workload.sequence_parallel,
+        )
+    step, sent = again.step, again.step.messages()
+    lines = {"peak": (step.peak.total, measured.peak_bytes)}
+    lines |= {name: (step.before_update[name], measured.before_update.get(name, 0)) for name in step.before_update}
+    lines["messages"] = (len(sent), len(measured.messages))
+    lines["message bytes"] = (sum(m.num_bytes for m in sent), sum(m.num_bytes for m in measured.messages))
+    return {name: {"predicted": ours, "measured": theirs} for name, (ours, theirs) in lines.items()}
