@@ -90,12 +90,7 @@ def planned_bytes(config: LlamaConfig, seq_len: int) -> int:
     """Return the most bytes of activations of the trace that a plan is made of."""
     with torch.device("meta"):
         model = config.build()
-    trace = trace_language_model(model, 1, seq_len, MixedPrecision())
-    live = most = 0
-    for span in trace.spans:
-        most = max(most, live + span.peak_kept + span.peak_temporary)
-        live += span.kept + span.temporary
-    return most
+    return trace_language_model(model, 1, seq_len, MixedPrecision()).peak_bytes
 
 
 class _Heaps(ctypes.Structure):

@@ -10,43 +10,32 @@ from typing import Any
 
 import rows
 import torch
-from qwen_shapes import QWEN_ALIKE, QWEN_TOY
+from qwen_shapes import QWEN3, QWEN3_ALIKE, QWEN3_TOY
 
 from zeroshard import host_memory
 from zeroshard.comm import LocalCommunicator
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.zero import Offload, Zero
 
-# Published configurations; NVIDIA-NeMo/RL, issue 3628, has Qwen3-0.6B on one H100: 0.752 s and 15.24 GiB without
-# offloading, 1.678 s and 10.53 GiB with all of the optimizer offloaded.
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-                   "head_dim": 128, "intermediate_size": 3072},
-}  # fmt: skip
+# NVIDIA-NeMo/RL, issue 3628, has Qwen3-0.6B on one H100: 0.752 s and 15.24 GiB without offloading, 1.678 s and
+# 10.53 GiB with all of the optimizer offloaded.
+NAME = "qwen3-0.6b"
 # Published of Qwen2.5-7B on one GPU: 14,000 tokens/s (llmq, README), 272 TFLOP/s (MegaTrain, arXiv 2604.05091).
 HOST_BYTES_7B = 6.74e9 * 16  # fp32 master, two states, gradient
-ALIKE = {
-    **QWEN_ALIKE,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "max_position_embeddings": 40960,
-}
-TOY = {**QWEN_TOY, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def offloaded(budget: rows.Budget, say: rows.Say) -> None:
     """Say seconds and peaks of steps of one and of eight micro-batches, by what is on the host."""
     micro = 1 if rows.TOY else 4
-    for name, shape in SHAPES.items():
-        for where, settings in (("device", None), ("host", Offload(optimizer="host", master="host", grads="host"))):
-            case = f"{name}, optimizer on the {where}"
-            if budget.spent():
-                say(case=case, left_out="no time was left")
-                continue
-            with rows.losing_itself_alone(say, case):
-                for record in _measured({**ALIKE, **(TOY if rows.TOY else shape)}, settings, micro):
-                    say(case=case, micro_batch=micro, **record)
-            rows.cleared()
+    for where, settings in (("device", None), ("host", Offload(optimizer="host", master="host", grads="host"))):
+        case = f"{NAME}, optimizer on the {where}"
+        if budget.spent():
+            say(case=case, left_out="no time was left")
+            continue
+        with rows.losing_itself_alone(say, case):
+            for record in _measured({**QWEN3_ALIKE, **(QWEN3_TOY if rows.TOY else QWEN3[NAME])}, settings, micro):
+                say(case=case, micro_batch=micro, **record)
+        rows.cleared()
 
 
 def _measured(config: dict[str, Any], settings: Offload | None, micro: int) -> list[dict[str, Any]]:

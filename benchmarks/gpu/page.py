@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meanings import CONTESTANTS, KERNELS, LLMQ, MEANS, SPELLED
-from quarter import ROWS, read
+from meanings import AXOLOTL, CONTESTANTS, KERNELS, LLMQ, LONG_MODEL, MEANS, SPELLED
+from quarter import ALONE, ROWS, read
 
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
 
@@ -226,6 +226,35 @@ def kernels(case: str) -> Callable[[Found], str | None]:
     return text
 
 
+def long_step(tokens: int) -> Callable[[Found], str | None]:
+    """Tokens a second of a sequence of this length, and the peak over the planned one."""
+
+    def text(found: Found) -> str | None:
+        given: dict[str, Any] = {"case": f"{LONG_MODEL}, {tokens} tokens"}
+        step_s, peak = (found.median("long sequences", key, **given) for key in ("step_s", "peak_bytes"))
+        if step_s is None or peak is None:
+            return None
+        planned = found.median("long sequences", "planned_bytes", **given)
+        of = f", {peak / planned:.3f} of the plan" if planned else ""
+        return f"{tokens / step_s:,.0f} tokens/s, {peak / 2**30:.1f} GiB{of}"
+
+    return text
+
+
+def longest(found: Found) -> str | None:
+    """The longest sequence that a limited card took, and the one that it did not, beside the plan."""
+    for card in found.of("long sequences", case="memory"):
+        tried = found.of("long sequences", limited=True)
+        took = [record["tokens"] for record in tried if "peak_bytes" in record]
+        over = [record["tokens"] for record in tried if record.get("out_of_memory")]
+        most = f"{max(took):,} tokens" if took else "none"
+        return (
+            f"planned {card['planned_tokens']:,} tokens for a card of {card['card_bytes'] / 2**30:.1f} GiB; "
+            f"it took {most}" + (f", and not {min(over):,}" if over else "")
+        )
+    return None
+
+
 NORM, LOSS = "rms_norm 4096 x {} bfloat16", "linear_cross_entropy 8192 x {} bfloat16"
 LIGER = "Liger's own figures: forward 2,300 to 2,800 GB/s, backward 670 to 880; QuACK 3,010"
 LINES = (
@@ -268,6 +297,10 @@ LINES = (
     Line("device", "planned over measured time of a step", "0.90 to 1.10", times),
     *(Line("breakdown", f"{SPELLED[case]}, stage 1, one micro-batch of 16 rows and an update", "", kernels(case))
       for case in ("zero1, eager", "zero1, compile", "qwen2.5-0.5b")),
+    *(Line("long sequences", f"Qwen3-8B, adapters of rank 16, one sequence of {tokens:,} tokens", f"Axolotl {theirs}",
+           long_step(tokens)) for tokens, theirs in AXOLOTL.items()),
+    Line("long sequences", "the longest sequence, in the memory for which 65,536 tokens are planned", "the plan",
+         longest),
 )  # fmt: skip
 
 
@@ -293,7 +326,7 @@ def page(found: Found) -> str:
     """The text of docs/gpu.md."""
     ends = {record["row"]: record["end"] for record in found.records if "end" in record}
     sections = []
-    for row in ROWS:
+    for row in (*ROWS, *ALONE):
         lines = [line for line in LINES if line.row == row.name]
         if not lines:
             continue

@@ -73,6 +73,13 @@ def planned(records: list[Record]) -> Iterator[Record]:
                                       loss="plain", overrides=changes, **common)  # fmt: skip
                 step_s = planner.row(1, record["micro_batch"]).timing.step_s
                 yield {"row": record["row"], "case": record["case"], "planned_s": step_s}
+            elif record["row"] == "long sequences" and "peak_bytes" in record and not record.get("round"):
+                from long_sequences import planned as of_tokens
+
+                row = of_tokens(record["tokens"], gpu)
+                time = {"planned_s": row.timing.step_s} if calibration else {}
+                num_bytes = row.step.peak.total + row.process.allocated
+                yield {"row": record["row"], "case": record["case"], "planned_bytes": num_bytes, **time}
             elif calibration and record["row"] == "qwen" and record.get("round") == 0:
                 config = {
                     **qwen_shapes.QWEN_ALIKE,

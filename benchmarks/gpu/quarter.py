@@ -70,8 +70,11 @@ ROWS = (
     Row("offload", 25, 80, "steps with the optimizer's state on the host, of Qwen3-0.6B"),
     Row("peak blocks", 15, 50, "the largest blocks of memory at a step's peak"),
 )
-# For a command of its own, by ``--only``: it needs 108 GB of host memory, and most of a command's time.
-ALONE = (Row("offload 7b", 110, 200, "tokens/s of Llama 7B on one GPU, the optimizer's state on the host"),)
+# Each for a command of its own, by ``--only``: most of its time; the first one needs 108 GB of host memory.
+ALONE = (
+    Row("offload 7b", 110, 200, "tokens/s of Llama 7B on one GPU, the optimizer's state on the host"),
+    Row("long sequences", 220, 400, "adapters of Qwen3-8B's shape at 16k and 32k tokens, and the longest that fits"),
+)
 # What a rehearsal adds: each must lose itself alone. The killed one dies as by the system's out-of-memory killer.
 PLANTED = (
     Row("planted failure", 4, 20, "raises"),

@@ -573,6 +573,13 @@ def offload_7b(budget: Budget, say: Say) -> None:
     seven_billion(budget, say)
 
 
+def long_sequences(budget: Budget, say: Say) -> None:
+    """Adapters of Qwen3-8B's shape, by the length of a sequence, up to the longest that fits."""
+    from long_sequences import steps
+
+    steps(budget, say)
+
+
 def peak_blocks(budget: Budget, say: Say) -> None:
     """What tensors ask for at the peak of a step, what the allocator gives, and the largest blocks then."""
     from peaks import blocks_of_cases

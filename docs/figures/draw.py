@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
+from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.traffic import messages
-from zeroshard.models import build_model
+from zeroshard.models import LlamaConfig, build_model
 from zeroshard.train.config.validate import validate
-from zeroshard.zero import STAGES, FlatLayout
+from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
 from zeroshard.zero.core.strategy import SHARD
 
 # readable for the colour-blind: Okabe and Ito, "Color Universal Design", 2008
@@ -36,6 +38,7 @@ OP_COLORS = {"all_gather": "#0072B2", "reduce_scatter": "#E69F00", "all_reduce":
 BORDER = "#444444"
 NUM_RANKS = 4
 BLOCK = "blocks.0"
+DOCS = Path(__file__).parents[1]
 
 
 def stages() -> Figure:
@@ -171,12 +174,63 @@ def _planned(gpu: str, micro_batch: int) -> dict[str, Any]:
     return json.loads(answer_plan(config).text)["rows"][0]
 
 
+LEVERS = {  # how blocks are recomputed, tiles, ranks that share a sequence: and thousands of tokens where lines bend
+    ("full", "none", 1): ("#E69F00", "recomputed: full", (1, 64)),
+    ("offload", "none", 1): ("#CC79A7", "and inputs on the host", (1, 64)),
+    ("offload", "auto", 1): ("#0072B2", "and tiles", (1, 2, 4, 64)),
+    ("offload", "auto", 4): ("#009E73", "and over 4 ranks", (1, 4, 8, 16, 64)),
+}
+
+
+def long_context() -> Figure:
+    """Bytes of activations at a step's peak, by the length of a sequence and by lever: planned, and as measured."""
+    figure = Figure(figsize=(7.5, 4))
+    ax: Axes = figure.subplots()
+    for (how, tiles, ranks), (color, label, thousands) in LEVERS.items():
+        lengths = [1024 * each for each in thousands]
+        planned = [_activations(how, tiles, ranks, length) / length / 1024 for length in lengths]
+        ax.plot(lengths, planned, color=color, label=label)
+    rows = _table(DOCS / "how-to" / "long-context.md", "| tokens | `full`: planned |")
+    measured = [(row[0], row[column] * 1024 / row[0]) for row in rows for column in (2, 5)]
+    tokens, kib = zip(*measured, strict=True)
+    ax.plot(tokens, kib, "o", color="none", markeredgecolor="#000000", label="counted by torch's allocations")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([1024 * 2**n for n in range(7)], [f"{2**n}k" for n in range(7)])
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("tokens of a sequence")
+    ax.set_ylabel("activations at the peak [KiB a token]")
+    ax.set_title("LLaMA of 4 blocks of width 64, fp32, on a CPU", fontsize=10)
+    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    _bare(ax)
+    figure.tight_layout()
+    return figure
+
+
+def _activations(how: str, tiles: str, ranks: int, tokens: int) -> int:
+    config = LlamaConfig(256, tokens, n_layer=4, n_head=ranks, n_kv_head=ranks, n_embd=64)
+    with torch.device("meta"):
+        model = replace(config, activation_checkpointing=how, tiles=tiles).build()
+    return trace_language_model(model, 1, tokens, MixedPrecision(), sequence_parallel=ranks).peak_bytes
+
+
+def _table(page: Path, head: str) -> list[list[float]]:
+    """The numbers of the table of a page that begins with ``head``."""
+    lines = page.read_text(encoding="utf-8").partition(head)[2].splitlines()[2:]
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([float(cell.replace(",", "")) for cell in line.strip("| ").split("|")])
+    return rows
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "stages": stages,
     "layout": layout,
     "schedule": schedule,
     "memory": memory,
     "exposed": exposed,
+    "long-context": long_context,
 }
 
 

@@ -33,7 +33,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--eval-steps", "--val-check-interval"), "--eval-interval"),
     **dict.fromkeys(("--precision", "--bf16", "--fp16"), "--dtype"),
     **dict.fromkeys(("--gradient-checkpointing", "--ac-mode"), "--model.activation-checkpointing"),
-    **dict.fromkeys(("--tiles", "--mlp-tiles", "--tiled-mlp"), "--model.tiles"),
+    **dict.fromkeys(("--model.tiles", "--mlp-tiles", "--tiled-mlp"), "--tiles"),
     "--warmup-iters": "--warmup-steps",
     **dict.fromkeys(("--trust-remote-code", "--trust-code"), "--model.trust-remote-code"),
     **dict.fromkeys(("--packing", "--packed", "--sample-packing", "--dataset.packed"), "--data.packing"),

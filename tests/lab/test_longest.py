@@ -24,7 +24,7 @@ def test_the_longest_sequence_fits_with_each_lever_and_one_that_is_longer_does_n
         [],
         ["--model.activation-checkpointing full"],
         ["--model.activation-checkpointing offload"],
-        ["--model.tiles auto"],
+        ["--tiles auto"],
         ["--sequence-parallel 2"],
     ]
     assert found[-1]["levers"] == ["--model.activation-checkpointing offload", *(e["levers"][-1] for e in found[3:])]
@@ -47,8 +47,8 @@ def test_the_longest_sequence_fits_with_each_lever_and_one_that_is_longer_does_n
 
 def test_what_is_given_already_is_no_lever():
     given = {"gpus": 1, "gpu": "t4-16gb", "dtype": "float16", "ask": "longest-sequence", "json": True}
-    model = {"name": "llama-tiny", "n_layer": 2, "activation_checkpointing": "offload", "tiles": "auto"}
-    answer = answer_plan(validate(PlanConfig, {**given, "model": model}))
+    model = {"name": "llama-tiny", "n_layer": 2, "activation_checkpointing": "offload"}
+    answer = answer_plan(validate(PlanConfig, {**given, "model": model, "tiles": "auto"}))
     content = json.loads(answer.text)
     assert [each["levers"] for each in content["rows"]] == [[], ["--offload optimizer"]]
     assert content["value"] == content["rows"][0]["tokens"] > 0

@@ -17,9 +17,7 @@ from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.models import LlamaConfig, offload_inputs, tiles
-from zeroshard.models.adapters import Lora
 from zeroshard.models.inputs_on_host import slot_bytes
-from zeroshard.models.lora import built_with_lora
 from zeroshard.models.recompute import recompute_blocks
 from zeroshard.models.tiles import bounds, num_tiles, tile_mlps, tiled
 from zeroshard.slab import room
@@ -48,16 +46,16 @@ def assert_close(found, wanted):
         torch.testing.assert_close(found[1][name], grad, rtol=2e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("eos", [None, 7])
-@pytest.mark.parametrize(("how", "cut"), [("offload", "none"), ("full", "1"), ("offload", "2"), ("offload", "7")])
-def test_our_models_have_the_losses_and_gradients_of_whole_blocks(config, build, batch, how, cut, eos):
+@pytest.mark.parametrize(("how", "cut"), [("offload", "none"), ("full", "1")])
+def test_inputs_on_the_host_and_one_tile_change_no_bit(config, build, batch, how, cut):
     plain, long = build(config), build(replace(config, activation_checkpointing=how, tiles=cut))
-    plain.eos_id = long.eos_id = eos
     found, wanted = gradients(long, *batch), gradients(plain, *batch)
-    if cut in ("none", "1"):
-        assert torch.equal(found[0], wanted[0])
-        assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
-    assert_close(found, wanted)
+    assert torch.equal(found[0], wanted[0])
+    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
+
+
+def test_text_is_generated_by_tiles_alike(build, batch):
+    plain, long = build(DEEP), build(replace(DEEP, activation_checkpointing="full", tiles="3"))
     with torch.no_grad():
         torch.testing.assert_close(long(*batch), plain(*batch))
 
@@ -83,16 +81,6 @@ def test_models_of_transformers_have_the_losses_and_gradients_of_whole_blocks(ki
     next(block.children()).register_forward_pre_hook(lambda *_: runs.append(first))
     assert_close(run(other), wanted)
     assert len(runs) == 2, "a block that recomputes itself must not be recomputed around that"
-
-
-def test_adapters_train_beside_frozen_blocks(build, batch):
-    cut = replace(DEEP, activation_checkpointing="offload", tiles="2")
-    plain, long = (built_with_lora(partial(build, config), Lora(rank=2)) for config in (DEEP, cut))
-    with torch.no_grad():
-        for (_, theirs), (_, ours) in zip(plain.named_parameters(), long.named_parameters(), strict=True):
-            if theirs.requires_grad:
-                ours.copy_(theirs.normal_(generator=torch.Generator().manual_seed(theirs.numel())))
-    assert_close(gradients(long, *batch), gradients(plain, *batch))
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 1), (1, 2), (3, 2)])
@@ -267,10 +255,10 @@ def test_numbers_of_tiles_and_their_borders():
 
 
 def test_tiles_are_refused_with_compile_and_without_a_known_layer():
-    model = {"activation_checkpointing": "full", "tiles": 2}
-    assert validate(TrainConfig, {"model": model}).model.tiles == "2"
-    with pytest.raises(UserError, match=r"model\.tiles: 2 with compile; leave one out"):
-        validate(TrainConfig, {"model": model, "compile": True})
+    given = {"model": {"activation_checkpointing": "full"}, "tiles": 2}
+    assert validate(TrainConfig, given).tiles == "2"
+    with pytest.raises(UserError, match=r"tiles: 2 with compile; leave one out"):
+        validate(TrainConfig, {**given, "compile": True})
     with pytest.raises(UserError, match=r"here: OtherMLP\); add its class's name to .*MLP_CLASSES"):
         tile_mlps(nn.ModuleList([type("OtherMLP", (nn.Linear,), {})(2, 2)]), "2")
     with pytest.MonkeyPatch.context() as patch:

@@ -85,9 +85,9 @@ def test_flops_of_gpt2_124m_are_the_known_figure():
             for how in ("all", "every", "every:0", "every:-1", "every:x", "")
         ),
         ("gpt2-demo", {RECOMPUTED: True}, f"model.{RECOMPUTED}: True is of the wrong type; "),
-        ("llama-tiny", {"tiles": "2"}, f"model.tiles: 2 with {RECOMPUTED} 'none', which keeps what tiles would not; "),
-        ("llama-tiny", {"tiles": "2", RECOMPUTED: "selective"}, f"model.tiles: 2 with {RECOMPUTED} 'selective', which"),
-        ("llama-tiny", {"tiles": "0", RECOMPUTED: "full"}, "model.tiles: '0' is not a choice; choose none, auto"),
+        ("llama-tiny", {"tiles": "2"}, f"tiles: 2 with {RECOMPUTED} 'none', which keeps what tiles would not; "),
+        ("llama-tiny", {"tiles": "2", RECOMPUTED: "selective"}, f"tiles: 2 with {RECOMPUTED} 'selective', which"),
+        ("llama-tiny", {"tiles": "0", RECOMPUTED: "full"}, "tiles: '0' is not a choice; choose none, auto"),
     ],
 )
 def test_what_cannot_be_built_is_refused_in_one_line_that_names_the_nearest(name, overrides, line):

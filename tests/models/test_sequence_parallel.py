@@ -26,10 +26,18 @@ SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "n_layer": 2, "n_head": 4, "n_
 OURS = {
     "gpt2": GPT2Config(**SIZES),
     "llama": LlamaConfig(**SIZES, n_kv_head=2, ffn_hidden=48),  # 4 ranks copy its heads of keys and values
-    "llama tiles": LlamaConfig(**SIZES, n_kv_head=1, ffn_hidden=48, activation_checkpointing="offload", tiles="3"),
-    "gpt2 selective": GPT2Config(**SIZES, activation_checkpointing="selective"),
 }
-THEIRS = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt2", "olmo2")
+THEIRS = ("llama", "llama eager", "qwen3", "gemma3_text", "mistral", "phi3", "gpt2", "olmo2")
+# of each: ranks that share a sequence, or 1, where two ranks have a sequence each; and settings of the model
+LEVERS = {
+    "over 2": (2, {}),
+    "over 4": (4, {}),
+    "offload": (1, {"activation_checkpointing": "offload"}),
+    "tiles 1": (1, {"activation_checkpointing": "full", "tiles": "1"}),
+    "tiles 2": (1, {"activation_checkpointing": "full", "tiles": "2"}),
+    "tiles 7": (1, {"activation_checkpointing": "offload", "tiles": "7"}),
+    "all over 2": (2, {"activation_checkpointing": "offload", "tiles": "3"}),
+}
 WAYS = ("plain", "packed", "separated", "lora")
 
 
@@ -44,12 +52,12 @@ def rows():
     return tokens, targets, positions
 
 
-def ours(kind, way):
-    return _built(partial(OURS[kind].build, seed=1), way)
+def ours(kind, way, **changes):
+    return _built(partial(replace(OURS[kind], **changes).build, seed=1), way)
 
 
-def theirs(config, way):
-    return _built(config.build, way)
+def theirs(folder, attention, way, **changes):
+    return _built(config_of(f"hf:{folder}", {"attention": attention, **changes}).build, way)
 
 
 def _built(build, way):
@@ -83,22 +91,25 @@ def one_process(build, way):
 def shared(comm, models, way, size, stage):
     """One rank's loss of its part, and the averaged gradients: as a trainer weights losses by targets."""
     model = models[comm.rank]
-    sequence = SequenceParallel.of(comm, size)
-    share_sequences(model, sequence)
+    cut = lambda *tensors: tuple(each[comm.rank : comm.rank + 1] for each in tensors)  # noqa: E731
+    if size > 1:
+        sequence = SequenceParallel.of(comm, size)
+        share_sequences(model, sequence)
+        cut = sequence.cut
     zero = Zero(model, stage, comm=comm, units=model.units)
-    (tokens, targets), named = given(way, sequence.cut)
+    (tokens, targets), named = given(way, cut)
     own, total = (targets != IGNORED).sum(), (rows()[1] != IGNORED).sum()
     if not own:
         targets = targets.clone()
         targets[0, 0] = 0
-    loss = model(tokens, targets, **named) * (own * size / total)
+    loss = model(tokens, targets, **named) * (own * max(size, 2) / total)
     loss.backward()
     return loss.detach(), {name: grad for name, grad in zero.full_grads().items() if grad is not None}
 
 
-def assert_equal_to_one_process(build, way, size, stage, world=None):
+def assert_equal_to_one_process(build, way, size, stage, world=None, **changes):
     loss, grads = one_process(build, way)
-    models = [build(way) for _ in range(world or size)]
+    models = [build(way, **changes) for _ in range(world or max(size, 2))]
     found = run_threads(partial(shared, models=models, way=way, size=size, stage=stage), len(models))
     torch.testing.assert_close(sum(each[0] for each in found) / len(found), loss, rtol=2e-6, atol=0)
     for _, theirs in found:
@@ -110,30 +121,35 @@ def assert_equal_to_one_process(build, way, size, stage, world=None):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("kind", OURS)
-def test_our_models_have_the_loss_and_gradients_of_one_process(kind, size, stage, way):
-    assert_equal_to_one_process(BUILDERS[kind], way, size, stage)
+def test_our_models_have_the_loss_and_gradients_of_one_process(kind, lever, stage, way):
+    size, changes = LEVERS[lever]
+    assert_equal_to_one_process(BUILDERS[kind], way, size, stage, **changes)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("kind", "attention"), [(kind, "auto") for kind in THEIRS] + [("llama", "eager")])
-def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(
-    hf_folder,  # noqa: F811
-    kind,
-    attention,
-    size,
-    stage,
-    way,
-):
-    config = config_of(f"hf:{hf_folder(kind)}", {"attention": attention})
-    assert_equal_to_one_process(partial(theirs, config), way, size, stage)
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("kind", THEIRS)
+def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(hf_folder, kind, lever, stage, way):  # noqa: F811
+    size, changes = LEVERS[lever]
+    name, _, attention = kind.partition(" ")
+    assert_equal_to_one_process(_theirs(hf_folder(name), attention or "auto"), way, size, stage, **changes)
+
+
+@cache
+def _theirs(folder, attention):
+    """A builder of its own for each, by which results of one process are kept."""
+    return partial(theirs, folder, attention)
 
 
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
+
+
+def test_selective_recomputation_runs_attention_of_shared_sequences_once():
+    assert_equal_to_one_process(BUILDERS["gpt2"], "packed", 2, 3, activation_checkpointing="selective")
 
 
 def test_ranks_of_a_sequence_that_were_given_other_rows_are_told_so():

@@ -93,13 +93,9 @@ class _Scaled(nn.Module):
 def test_modules_that_see_no_single_tokens_are_named():
     mixture = make_model("mixtral", num_local_experts=2, num_experts_per_tok=1)
     share_sequences(mixture, SequenceParallel(LocalCommunicator(), tiles=2))
-    with pytest.raises(
-        UserError, match=r"model.tiles: model.layers.0.*, is given \[.*, and not \[B, T, ...\] of 16 tokens"
-    ):
+    with pytest.raises(UserError, match=r"tiles: model.layers.0.*, is given \[.*, and not \[B, T, ...\] of 16 tokens"):
         mixture(input_ids=IDS[:, :-1], use_cache=False)
     model = CONFIG.build(seed=1)
     model.blocks[0].mlp = _Scaled()
-    with pytest.raises(
-        UserError, match=r"model.tiles: blocks.0.mlp, a _Scaled, has parameters and calls other modules"
-    ):
+    with pytest.raises(UserError, match=r"tiles: blocks.0.mlp, a _Scaled, has parameters and calls other modules"):
         share_sequences(model, SequenceParallel(LocalCommunicator(), tiles=2))

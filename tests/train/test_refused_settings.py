@@ -40,7 +40,7 @@ REFUSED = """
 --track wandbb | track.to: 'wandbb' is not a tracker; choose of tensorboard, wandb, trackio
 --nnodes 2:4 --rdzv-endpoint a:1 --nproc 2 --micro-batch-size 2 --global-batch-size 16 | global_batch_size: 16 is no
 --nnodes 2:4 --rdzv-endpoint a:1 --nproc 2 --shard-size 4 | shard_size: groups of 4 ranks do not partition a world of
---model llama-tiny --model.tiles 2 | model.tiles: 2 with activation_checkpointing 'none', which keeps what tiles
+--model llama-tiny --tiles 2 | tiles: 2 with activation_checkpointing 'none', which keeps what tiles
 --model.activation-checkpointing every:0 | model.activation_checkpointing: 'every:0' is not a choice; choose none,
 --local-steps.every 0 | local_steps.every: 0 is below 1; give 1 or more
 --local-steps.every 8 | local_steps.every: 8 needs several replicas, and without a shard_size all ranks form one; give

@@ -33,7 +33,7 @@ def shares(size, **changes):
     [
         (2, 2, {"strategy": "zero0"}),
         (2, 4, {"strategy": "zero2", "shard_size": 2}),
-        (4, 4, {"model": {**LLAMA, "activation_checkpointing": "offload", "tiles": 2}}),
+        (4, 4, {"model": {**LLAMA, "activation_checkpointing": "offload"}, "tiles": 2}),
         (2, 4, {"optimizer": "muon", "ema_decay": 0.9}),
     ],
 )
@@ -130,9 +130,9 @@ def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp
                     "n_layer": 2,
                     "n_head": 2,
                     "n_embd": 16,
-                    "tiles": 2,
                     "activation_checkpointing": "full",
-                }
+                },
+                "tiles": 2,
             },
         ),
     ],

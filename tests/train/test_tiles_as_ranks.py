@@ -48,8 +48,8 @@ def examples(tmp_path):
 def _pair(tiny_config, tmp_path, size, model, **changes):
     """Digests of one rank with ``size`` tiles, and of ``size`` ranks."""
     given = {"reproducible": 2, "max_steps": 5, "seq_len": 32, **changes}
-    tiles = {**model, **FULL, "tiles": str(size)}
-    alone = _digest(tiny_config(**given, model=tiles, out=str(tmp_path / "tiles")), 1)
+    tiles = {**given, "model": {**model, **FULL}, "tiles": size}
+    alone = _digest(tiny_config(**tiles, out=str(tmp_path / "tiles")), 1)
     shared = {**given, "model": {**model, **FULL}, "sequence_parallel": size}
     return alone, _digest(tiny_config(**shared, out=str(tmp_path / "ranks")), size)
 
@@ -96,23 +96,23 @@ def test_ranks_and_tiles_of_each_are_so_many_parts_together(tiny_config, tmp_pat
     given = {"reproducible": 2, "max_steps": 3, "seq_len": 32, "strategy": "zero3"}
     found = []
     for name, tiles, size, world in (("replicas", 4, 1, 2), ("both", 2, 2, 2), ("ranks", 1, 4, 4)):
-        model = {**LLAMA, **FULL, **({"tiles": str(tiles)} if tiles > 1 else {})}
-        changes = {"model": model, "sequence_parallel": size, "out": str(tmp_path / name)}
+        cut = {"tiles": tiles} if tiles > 1 else {}
+        changes = {"model": {**LLAMA, **FULL}, **cut, "sequence_parallel": size, "out": str(tmp_path / name)}
         found.append(_digest(tiny_config(**given, **changes), world))
     assert found[0] == found[1] == found[2]
 
 
 def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_differ(tiny_config, tmp_path):
-    given = {"reproducible": 2, "max_steps": 2, "eval_interval": 0}
-    model = {**GPT2, **FULL, "tiles": "2"}
+    given = {"reproducible": 2, "max_steps": 2, "eval_interval": 0, "tiles": 2}
+    model = {**GPT2, **FULL}
     train_on(LocalCommunicator(), tiny_config(model=model, **given))
     said = events_of(tmp_path / "run", "start")[0]["about"]["strategy"]
     assert said.endswith("bits on any number up to 4; 2 tiles of a sequence on each are computed as 2 ranks")
     for changes, line in (
-        ({"dropout": 0.1}, r"model.tiles: the model draws random numbers, .*; set dropout to 0, or leave tiles out"),
+        ({"dropout": 0.1}, r"tiles: the model draws random numbers, .*; set dropout to 0, or leave tiles out"),
         (
             {"n_head": 1},
-            r"model.tiles: 2 parts, each computed as a rank .*, do not divide 1 query heads; choose one of 1",
+            r"tiles: 2 parts, each computed as a rank .*, do not divide 1 query heads; choose one of 1",
         ),
     ):
         config = tiny_config(model={**model, **changes}, out=str(tmp_path / next(iter(changes))), **given)
@@ -123,12 +123,15 @@ def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_diff
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"tiles": "3"}, r"model.tiles: 3 is no power of two, and reproducible divides by the number of parts"),
-        ({"tiles": "2", "plan": True}, r"plan.enforce: tiles that are computed as ranks \(reproducible\) have no plan"),
-        ({"tiles": "32"}, r"seq_len: 16 tokens are fewer than the 32 ranks that share them"),
+        ({"tiles": 3}, r"tiles: 3 is no power of two, and reproducible divides by the number of parts"),
+        (
+            {"tiles": 2, "plan": {"enforce": True}},
+            r"plan.enforce: tiles that are computed as ranks \(reproducible\) have no plan",
+        ),
+        ({"tiles": 32}, r"seq_len: 16 tokens are fewer than the 32 ranks that share them"),
     ],
 )
 def test_tiles_that_cannot_be_ranks_are_one_line(changes, line):
-    given = {"seq_len": 16, "reproducible": 2, "plan": {"enforce": changes.pop("plan", False)}}
+    given = {"seq_len": 16, "reproducible": 2, "model": {**LLAMA, **FULL}}
     with pytest.raises(UserError, match=line):
-        validate(TrainConfig, {**given, "model": {**LLAMA, **FULL, **changes}})
+        validate(TrainConfig, {**given, **changes})

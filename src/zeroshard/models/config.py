@@ -95,10 +95,10 @@ def check_tiles(how: str, recomputation: str) -> None:
     if how == "none":
         return
     if how != "auto" and not re.fullmatch(r"[1-9]\d{0,5}", how):
-        raise UserError("model.tiles", f"{how!r} is not a choice", "choose none, auto, or a number of tiles")
+        raise UserError("tiles", f"{how!r} is not a choice", "choose none, auto, or a number of tiles")
     if recomputation not in ("full", "offload"):
         what = f"{how} with activation_checkpointing {recomputation!r}, which keeps what tiles would not"
-        raise UserError("model.tiles", what, "recompute blocks: --model.activation-checkpointing full or offload")
+        raise UserError("tiles", what, "recompute blocks: --model.activation-checkpointing full or offload")
 
 
 def check_types(config: ModelConfig) -> None:

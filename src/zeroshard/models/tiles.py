@@ -144,7 +144,8 @@ def tiled(
 def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
     for start, end in _turns(inputs[0].shape[1], num):
-        part = function(*(each[:, start:end].detach() for each in inputs))
+        # without gaps: a whole input has none either, and Conv1D of GPT-2 in `transformers` takes a view of it
+        part = function(*(each[:, start:end].detach().contiguous() for each in inputs))
         if out is None:
             out = part.new_empty(part.shape[0], inputs[0].shape[1], *part.shape[2:])
         out[:, start:end] = part
@@ -235,7 +236,7 @@ class _Tiles(torch.autograd.Function):
         with tiling.same_random_numbers():
             for start, end in _turns(inputs[0].shape[1], tiling.num):
                 parts = [
-                    each[:, start:end].detach().requires_grad_(needs)
+                    each[:, start:end].detach().contiguous().requires_grad_(needs)
                     for each, needs in zip(inputs, wanted, strict=False)
                 ]
                 with torch.enable_grad(), tiling.autocast():
@@ -360,5 +361,5 @@ def tile_mlps(module: nn.Module, how: str) -> list[str]:
     if not found:
         classes = sorted({type(each).__name__ for each in module.modules() if type(each).__name__.endswith("MLP")})
         what = f"no feed-forward layer is known to compute for each token alone (here: {', '.join(classes) or 'none'})"
-        raise UserError("model.tiles", what, "add its class's name to zeroshard.models.tiles.MLP_CLASSES, or leave out")
+        raise UserError("tiles", what, "add its class's name to zeroshard.models.tiles.MLP_CLASSES, or leave out")
     return [name for name, _ in found]

@@ -13,14 +13,14 @@ from contextlib import suppress
 
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe, recommended
-from zeroshard.lab.planner.levers import levers
+from zeroshard.lab.planner.levers import levers, off_the_device
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.profiling.devices import DEVICES
-from zeroshard.zero import Offload, ShardingStrategy
+from zeroshard.zero import ShardingStrategy
 
 LORA_RANK = 16
 MOST_GPUS = 2**17
@@ -77,10 +77,8 @@ def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Itera
         pulled = (*(each for each in pulled if not each.startswith(flag)), lever.flag)
         if lever.flag.endswith(" full"):
             thrifty, added = lever.planner, "checkpointing"
-    hides = workload.states[0].by_unit and not planner.reproducible  # the updates on the host beside the next forward
-    if planner.offload is None and hides and planner.device.device_type == "cuda":
-        also = f" and activation {added}" if added else ""
-        yield f"state in host memory (--offload optimizer){also}", thrifty.on(offload=Offload()), ""
+    for lever in off_the_device(thrifty):
+        yield f"{lever.what} ({lever.flag})" + (f" and activation {added}" if added else ""), lever.planner, ""
     if ours is not None and ours.lora is None and workload.optimizer == "AdamW":
         with suppress(UserError):  # what adds adapters, peft, is not installed
             adapters = planner.on(workload=workload.changed(lora=Lora(LORA_RANK)))

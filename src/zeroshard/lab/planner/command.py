@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from zeroshard.lab.planner.advice import recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
+from zeroshard.lab.planner.fit import Tried, chosen, fitted, told
 from zeroshard.lab.planner.inverse import Answer, fewest
 from zeroshard.lab.planner.longest import longest_sequence
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, plan
@@ -62,13 +63,15 @@ def _answer(config: PlanConfig, width: int) -> PlanAnswer:
         return PlanAnswer(
             status, _printed(config, content, answer.sentence, _unused_network(config, [planner.cluster]))
         )
+    if config.fit:
+        tried = fitted(config, planner_for(**given), _plan)
+        return _with_cost(chosen(tried).config, chosen(tried).plan, width, tried)
     found = _plan(config)
     if config.explain:
         explained = explain(planner_for(**given), chosen_row(config, found))
         said = _printed(config, found.as_dict(), explained, _unused_network(config, [found.cluster]))
-    else:
-        said = _with_cost(config, found, width)
-    return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, said)
+        return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, said)
+    return _with_cost(config, found, width)
 
 
 def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
@@ -90,18 +93,21 @@ def _plan(config: PlanConfig) -> Plan:
     )
 
 
-def _with_cost(config: PlanConfig, found: Plan, width: int) -> str:
-    """The complete answer, with the cost of the recommended row if that was asked for."""
+def _with_cost(config: PlanConfig, found: Plan, width: int, tried: Sequence[Tried] = ()) -> PlanAnswer:
+    """The complete answer: with the levers that ``--fit`` tried, and with the cost of the recommended row if asked."""
     asked = bool(config.price or config.tokens)
     cost = found.cost(config.tokens, parse_prices(config.price, 1)[0]) if asked else None
     content = found.as_dict() | ({"cost": None if cost is None else cost.as_dict()} if asked else {})
     content["command"] = next_command.next_command(config, found)
+    content |= {"fit": [each.as_dict() for each in tried]} if tried else {}
     lines = [
+        *([told(tried), ""] if tried else []),
         text(found, width),
         *([cost.sentence()] if cost is not None else []),
         *next_command.suggestion(config, found),
     ]
-    return _printed(config, content, "\n".join(lines), _unused_network(config, [found.cluster]))
+    printed = _printed(config, content, "\n".join(lines), _unused_network(config, [found.cluster]))
+    return PlanAnswer(ExitStatus.OK if found.fits else ExitStatus.CHECK_FAILED, printed)
 
 
 def _compared_gpus(config: PlanConfig) -> PlanAnswer:
@@ -163,7 +169,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         **{name: getattr(config, name) for name in _ALIKE},
         **{name: getattr(config, name) or None for name in _OR_NONE},
         "model": config.model.name,
-        "overrides": model_overrides(config.model),
+        "overrides": model_overrides(config.model, config.tiles),
         "world_size": config.gpus,
         "gpu": find_device(config.gpu),
         "wire": config.wire.as_precision(DTYPES),

@@ -13,7 +13,7 @@ from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
-from zeroshard.train.config.sections import Config, Count, LoraConfig, ModelConfig
+from zeroshard.train.config.sections import TILES, Config, Count, LoraConfig, ModelConfig, Tiles
 from zeroshard.train.config.wire_settings import WireConfig
 
 Question = Literal["none", "fewest-gpus", "longest-sequence"]
@@ -54,6 +54,7 @@ class PlanConfig(Config):
         ge=1,
         description="Consecutive GPUs that share each sequence: of tokens, and in attention of heads, a part each.",
     )
+    tiles: Tiles = Field("none", description=TILES)
     global_batch: int = Field(
         0, ge=0, description="Sequences of a step over all GPUs, by accumulation; 0: one micro-batch of each."
     )
@@ -107,6 +108,11 @@ class PlanConfig(Config):
     explain: bool = Field(
         False, description="Print what --stage, else the row advised, sends, and each figure's source."
     )
+    fit: bool = Field(
+        False,
+        description="If nothing fits, pull levers that change nothing that is trained, the cheapest in time first: "
+        "recomputation, inputs on the host, tiles, shared sequences, state on the host.",
+    )
     ask: Question = Field("none", description="Answer this question instead of printing the table.")
 
     @model_validator(mode="after")
@@ -156,6 +162,9 @@ class PlanConfig(Config):
         asked = "ask" if self.ask != "none" else "explain" if self.explain else ""
         if asked and len(self.gpu_names) > 1:
             raise UserError("gpu", f"{asked} is of one device, and {len(self.gpu_names)} are named", "name one")
+        if self.fit and (asked or len(self.gpu_names) > 1):
+            what = f"it is of the table, which {asked} takes the place of" if asked else "it is of one device"
+            raise UserError("fit", what, "leave one of the two out" if asked else "name one --gpu")
         if asked and (self.price or self.tokens):
             name = "price" if self.price else "tokens"
             raise UserError(

@@ -1,12 +1,13 @@
-"""What frees memory of activations without changing what is trained, in the order of its cost in time.
+"""What frees memory without changing what is trained, in the order of its cost in time.
 
     loss in chunks       nothing: it is the default, and `--kernels reference` is without it
     full recomputation   a third of a step's FLOPs
     inputs on the host   two copies of a block's input over the bus, under the computation
     tiles                one product of a block more, and smaller products
     sequences shared     two all-to-alls around each attention, and fewer sequences at a time
+    state on the host    copies of it over the bus, and updates by the host
 
-docs/how-to/long-context.md says what each frees.
+docs/how-to/long-context.md says what each frees; the last one is of training state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.models import LanguageModel
+from zeroshard.zero import Offload
 
 
 class Lever(NamedTuple):
@@ -37,7 +39,7 @@ class Lever(NamedTuple):
 
 
 def levers(planner: Planner) -> Iterator[Lever]:
-    """Yield the levers that the job has not pulled yet; none if the model is not ours."""
+    """Yield the levers of activations that the job has not pulled yet; none if the model is not ours."""
     workload = planner.workload
     model = workload.model
     if not isinstance(model, LanguageModel):
@@ -58,11 +60,18 @@ def levers(planner: Planner) -> Iterator[Lever]:
         yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", planner)
     if tiles == "none" and planner.software.impl != "compile":
         planner = _with(planner, tiles="auto")
-        yield Lever("feed-forward layers by tiles", "--model.tiles auto", "the feed-forward layer's middle", planner)
+        yield Lever("feed-forward layers by tiles", "--tiles auto", "the feed-forward layer's middle", planner)
     size = gcd(planner.cluster.world_size, model.config.n_head)
     if size > 1 and planner.workload.sequence_parallel == 1 and not planner.reproducible:
         planner = shared_by(planner, size)
         yield Lever(f"sequences shared by {size} GPUs", f"--sequence-parallel {size}", "a GPU's tokens", planner)
+
+
+def off_the_device(planner: Planner) -> Iterator[Lever]:
+    """Yield the lever of training state, if the job has not pulled it and updates hide beside the next forward."""
+    hides = planner.workload.states[0].by_unit and not planner.reproducible
+    if planner.offload is None and hides and planner.device.device_type == "cuda":
+        yield Lever("state in host memory", "--offload optimizer", "states", planner.on(offload=Offload()))
 
 
 def _with(planner: Planner, **overrides: str) -> Planner:

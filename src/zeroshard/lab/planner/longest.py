@@ -8,7 +8,7 @@ was the next longer length, which does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -17,10 +17,9 @@ from zeroshard.columns import columns
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.inverse import Answer
-from zeroshard.lab.planner.levers import Lever, levers
+from zeroshard.lab.planner.levers import levers, off_the_device
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.zero import Offload
 
 COARSE = 128  # tokens of a rank: lengths are multiples of it, if so many fit
 MOST_TOKENS = 2**27  # of a rank, at which the search stops
@@ -75,7 +74,8 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
     planner = planner.on(global_batch=0)
     found = [_longest(planner, (), stage, micro_batch)]
     flags: list[str] = []
-    for lever in (*levers(planner), *_off_the_device(planner)):
+    pulled = list(levers(planner))
+    for lever in (*pulled, *off_the_device(pulled[-1].planner if pulled else planner)):
         if found[-1].ends:
             break
         name = lever.flag.partition(" ")[0]
@@ -88,16 +88,6 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
         _told(planner, stage, micro_batch, found),
         tuple(each.as_dict() for each in found),
     )
-
-
-def _off_the_device(planner: Planner) -> Iterator[Lever]:
-    """Yield, after all levers of activations, that of training state."""
-    hides = planner.workload.states[0].by_unit and not planner.reproducible
-    if planner.offload is None and hides and planner.device.device_type == "cuda":
-        pulled = planner
-        for lever in levers(planner):
-            pulled = lever.planner
-        yield Lever("state on the host", "--offload optimizer", "states", pulled.on(offload=Offload()))
 
 
 def _longest(planner: Planner, flags: tuple[str, ...], stage: int, micro_batch: int) -> Longest:

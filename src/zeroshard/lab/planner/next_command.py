@@ -18,6 +18,7 @@ from zeroshard.train.config.validate import nested, validate
 
 SECTIONS = ("model", "lora", "wire", "local_steps", "offload")  # sections that plans' settings and runs' settings share
 SETTINGS = (
+    "tiles",
     "reproducible",
     "state_format",
     "reduce_dtype",

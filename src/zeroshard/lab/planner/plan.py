@@ -8,6 +8,7 @@ schedule (`zeroshard.lab.predict.timeline`). Only the rates of devices and links
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Unpack
 
 from torch import nn
@@ -67,7 +68,11 @@ def plan(
         cluster=planner.cluster,
         rows=tuple(rows),
         best=best,
-        advice=reason(planner, rows, best) if best else changes_that_fit(planner, stages, micro_batch, rows),
+        advise=(
+            partial(reason, planner, rows, best)
+            if best
+            else partial(changes_that_fit, planner, stages, micro_batch, rows)
+        ),
         software=planner.software,
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from zeroshard.lab.planner.price import Cost
@@ -164,7 +166,7 @@ class Plan:
         rows: sharding over all ranks first, stage by stage; then, with several nodes, sharding over fewer ranks.
         best: the recommended row, of the lowest stage that fits with room (`zeroshard.lab.planner.advice`); None if no
             row fits.
-        advice: the recommended row and the reason, or the nearest change that would make a row fit.
+        advise: makes `advice`.
         software: the kernels that compute.
     """
 
@@ -173,8 +175,13 @@ class Plan:
     cluster: Cluster
     rows: tuple[Row, ...]
     best: Row | None
-    advice: str
+    advise: Callable[[], str] = field(repr=False, compare=False)
     software: Software = field(default_factory=Software)
+
+    @cached_property
+    def advice(self) -> str:
+        """The recommended row and the reason, or the changes that would make a row fit, each of which is planned."""
+        return self.advise()
 
     @property
     def num_gpus(self) -> int:

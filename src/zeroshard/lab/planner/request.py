@@ -259,7 +259,7 @@ class Request:
         rules.check_even_parts("sequence_parallel", self.sequence_parallel)
         if self.overrides.get("tiles", "none") not in ("none", "auto"):
             what = "reproducible runs compute each of them as a rank, which no plan predicts"
-            raise UserError("model.tiles", what, "leave it out: plan for that many GPUs with sequence_parallel")
+            raise UserError("tiles", what, "leave it out: plan for that many GPUs with sequence_parallel")
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
         beside = {"local_steps": False, "shard_size": None, "accumulate": self.accumulate}
         rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)

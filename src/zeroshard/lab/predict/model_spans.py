@@ -66,6 +66,15 @@ class Trace:
     input_bytes: int  # bytes of the arguments and the module buffers, which are live throughout
     tokens: int  # elements of the first argument if they are integers, else its rows
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of activations and temporary tensors at once; gradients are gone as soon as they are there."""
+        live = most = 0
+        for span in self.spans:
+            most = max(most, live + span.peak_kept + span.peak_temporary)
+            live += span.kept + span.temporary
+        return most
+
 
 def repeat_blocks(
     trace: Trace, num_blocks: int, period: int = 1, *, before: int = 0, after: int = 0, edge: int = 1

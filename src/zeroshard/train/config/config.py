@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from zeroshard import rules
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.errors import UserError
+from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.sizes import parse_nnodes
@@ -29,6 +30,7 @@ from zeroshard.train.config.optimizer_settings import OF_MATRICES, OptimizerName
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
     SHORTHANDS,
+    TILES,
     Config,
     ContractConfig,
     LinkConfig,
@@ -36,6 +38,7 @@ from zeroshard.train.config.sections import (
     ModelConfig,
     OptimConfig,
     ProfileConfig,
+    Tiles,
     TrackConfig,
 )
 from zeroshard.train.config.wire_settings import WireConfig, check_wire
@@ -85,6 +88,7 @@ class TrainConfig(Config):
         description="Consecutive ranks that share each sequence: a rank has a part of its tokens, and in attention a "
         "part of its heads (Ulysses). A step has as many sequences as with that many fewer ranks.",
     )
+    tiles: Tiles = Field("none", description=TILES)
     reshard_after_forward: bool = Field(
         True,
         description="Free the unsharded weights between forward and backward; "
@@ -232,7 +236,7 @@ class TrainConfig(Config):
     @property
     def tiles_as_ranks(self) -> int:
         """Into how many tiles of tokens and of heads each rank cuts its part of a sequence, each computed as a rank."""
-        how = self.model.tiles
+        how = self.tiles
         return int(how) if self.reproducible and how not in ("none", "auto") else 1
 
     @property
@@ -303,9 +307,10 @@ class TrainConfig(Config):
         if self.global_batch_size and self.grad_accum_steps > 1:
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
-        if self.compile and self.model.tiles != "none":
+        check_tiles(self.tiles, self.model.activation_checkpointing)
+        if self.compile and self.tiles != "none":
             todo = "leave one out: a compiled block is one graph, whose backward torch writes"
-            raise UserError("model.tiles", f"{self.model.tiles} with compile", todo)
+            raise UserError("tiles", f"{self.tiles} with compile", todo)
         if self.compile and self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective"):
             what = f"{self.model.activation_checkpointing} with compile and sequence_parallel: compiled parts keep all"
             raise UserError("model.activation_checkpointing", what, "leave one out, or recompute blocks by full")
@@ -318,11 +323,11 @@ class TrainConfig(Config):
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
         if self.tiles_as_ranks > 1:
-            rules.check_even_parts("model.tiles", self.tiles_as_ranks)
+            rules.check_even_parts("tiles", self.tiles_as_ranks)
             rules.check_cut("seq_len", self.seq_len, self.sequence_parallel * self.tiles_as_ranks)
             if self.plan.enforce:
                 what = "tiles that are computed as ranks (reproducible) have no plan to be held to"
-                raise UserError("plan.enforce", what, "leave it out, or model.tiles")
+                raise UserError("plan.enforce", what, "leave it out, or tiles")
         if self.local_steps.on:
             rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:

@@ -12,10 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from zeroshard.errors import UserError
-from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
@@ -25,6 +24,17 @@ SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings that only hf: models have
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
+
+
+def _as_text(raw: Any) -> Any:
+    return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
+
+
+Tiles = Annotated[str, BeforeValidator(_as_text)]  # none, auto or a number
+TILES = (
+    "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many. With "
+    "reproducible, that many tiles compute the bits of as many ranks with sequence_parallel."
+)
 
 
 class Config(BaseModel):
@@ -70,12 +80,6 @@ class ModelConfig(Config):
         description="Recompute in backward: none, full, offload (full, inputs on the host), every:N (N-th block), "
         "selective[:2] (all but products).",
     )
-
-    tiles: str = Field(
-        "none",
-        description="Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many. "
-        "With reproducible, that many tiles compute the bits of as many ranks with sequence_parallel.",
-    )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
         "auto", description="hf: who computes attention, as transformers calls it; auto: sdpa, else eager."
     )
@@ -97,16 +101,6 @@ class ModelConfig(Config):
         if given and not is_hugging_face(self.name):
             what = f"is given, and {self.name} is no model of transformers"
             raise UserError(f"model.{given[0]}", what, "leave it out, or name a model as hf:FOLDER or hf:OWNER/NAME")
-        return self
-
-    @field_validator("tiles", mode="before")
-    @classmethod
-    def _as_text(cls, raw: Any) -> Any:
-        return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
-
-    @model_validator(mode="after")
-    def _tiles_are_of_recomputed_blocks(self) -> Self:
-        check_tiles(self.tiles, self.activation_checkpointing)
         return self
 
     @model_validator(mode="after")

@@ -56,7 +56,7 @@ def check_model(config: TrainConfig) -> None:
     """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
     sizes = model_config(config.model.name, overrides=model_overrides(config.model))
     longest = sizes.seq_len
-    named = "sequence_parallel" if config.tiles_as_ranks == 1 else "model.tiles"
+    named = "sequence_parallel" if config.tiles_as_ranks == 1 else "tiles"
     rules.check_heads(named, config.sequence_parallel * config.tiles_as_ranks, sizes.n_head)
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
@@ -93,7 +93,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
         model = build_model(
             config.model.name,
             vocab_size=vocab_size,
-            overrides=model_overrides(config.model),
+            overrides=model_overrides(config.model, config.tiles),
             seed=config.seed,
             kernels=config.kernels,
             lora=lora_of(config.lora),
@@ -107,13 +107,13 @@ def lora_of(config: LoraConfig) -> Lora | None:
     return Lora(**config.model_dump()) if config.rank else None
 
 
-def model_overrides(model: ModelConfig) -> dict[str, object]:
-    """The settings that replace the preset's values: all fields that differ from their defaults."""
+def model_overrides(model: ModelConfig, tiles: str = "none") -> dict[str, object]:
+    """The settings that replace the preset's values, ``tiles`` among them: all that differ from their defaults."""
     unset = ModelConfig().model_dump()
     changed = {name: value for name, value in model.model_dump().items() if name != "name" and value != unset[name]}
     if "tie_embeddings" in changed:
         changed["tie_embeddings"] = model.tie_embeddings == "yes"
-    return changed
+    return changed if tiles == "none" else changed | {"tiles": tiles}
 
 
 def model_table(config: GPT2Config | LlamaConfig) -> ModelConfig:

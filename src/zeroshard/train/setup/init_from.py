@@ -91,7 +91,7 @@ def _with_model(config: TrainConfig, theirs: ModelConfig) -> TrainConfig:
     """
     named = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     model = theirs.model_copy(update=named)
-    resume.check_model(theirs.model_dump(), model.model_dump(), free=("activation_checkpointing", "tiles", "dropout"))
+    resume.check_model(theirs.model_dump(), model.model_dump(), free=("activation_checkpointing", "dropout"))
     return config.model_copy(update={"model": model})
 
 

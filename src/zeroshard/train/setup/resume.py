@@ -38,7 +38,7 @@ FREE = frozenset(
         *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
         *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best"),
         *("track.to", "track.project", "track.name", "track.group"),
-        *("data.dir", "data.path", "model.activation_checkpointing", "model.tiles", "init_from"),
+        *("data.dir", "data.path", "model.activation_checkpointing", "tiles", "init_from"),
     }
 )
 REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
@@ -137,7 +137,7 @@ def _other_rate(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str
 
 
 def check_model(
-    before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing", "tiles")
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str] = ("activation_checkpointing",)
 ) -> None:
     """Raise UserError if two ``model`` tables describe different models.
 
