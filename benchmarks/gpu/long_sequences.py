@@ -18,6 +18,7 @@ from typing import Any
 import rows
 import torch
 from qwen_shapes import QWEN3, QWEN3_ALIKE, QWEN3_TOY
+from torch import Tensor
 
 from zeroshard.comm import LocalCommunicator
 from zeroshard.lab.planner.plan_rows import Row
@@ -45,7 +46,7 @@ def steps(budget: rows.Budget, say: rows.Say) -> None:
     for tokens in LENGTHS:
         case = f"{NAME}, {tokens} tokens"
         with rows.losing_itself_alone(say, case):
-            step(tokens)  # the kernels, the states and the host's slots
+            step(*_batch(tokens))  # the kernels, the states and the host's slots
             for index in budget.rounds(1, 2):
                 say(case=case, tokens=tokens, round=index, **_measured(step, zero, tokens))
         rows.cleared()
@@ -66,16 +67,19 @@ def steps(budget: rows.Budget, say: rows.Say) -> None:
         rows.cleared()
 
 
-def _training() -> tuple[Callable[[int], None], Zero]:
-    """A step of so many tokens, and its engine."""
+def _batch(num_tokens: int) -> tuple[Tensor, Tensor]:
+    return rows.batch(1, CONFIG["vocab_size"], seq_len=num_tokens)
+
+
+def _training() -> tuple[Callable[[Tensor, Tensor], None], Zero]:
+    """A step of tokens and targets, and its engine."""
     with _folder() as folder:
         build = lambda: build_model(f"hf:{folder}", overrides=OVERRIDES, lora=LORA)  # noqa: E731
         model = rows.filled(lambda: _narrow(build()))
     zero = Zero(model, 1, units=model.units, comm=LocalCommunicator(), precision=rows.BF16)
     optimizer = zero.optimizer(torch.optim.AdamW, **rows.ADAMW, fused=True)
 
-    def step(num_tokens: int) -> None:
-        tokens, targets = rows.batch(1, CONFIG["vocab_size"], seq_len=num_tokens)
+    def step(tokens: Tensor, targets: Tensor) -> None:
         model(tokens, targets).backward()
         zero.clip_grad_norm_(1.0)
         optimizer.step()
@@ -92,19 +96,20 @@ def _narrow(model: LanguageModel) -> LanguageModel:
     return model
 
 
-def _measured(step: Callable[[int], None], zero: Zero, tokens: int) -> dict[str, Any]:
+def _measured(step: Callable[[Tensor, Tensor], None], zero: Zero, num_tokens: int) -> dict[str, Any]:
     """Seconds of a step and its peak, in bytes that tensors take."""
+    given = _batch(num_tokens)
     if not rows.ON_GPU:
         recorder = AllocationRecorder(zero.holdings)
         began = time.perf_counter()
         with recorder:
-            step(tokens)
+            step(*given)
         recorder.remove()
         return {"step_s": time.perf_counter() - began, "peak_bytes": recorder.peak.num_bytes}
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    step(tokens)
+    step(*given)
     torch.cuda.synchronize()
     took = time.perf_counter() - began
     return {"step_s": took, "peak_bytes": torch.cuda.max_memory_allocated(),
