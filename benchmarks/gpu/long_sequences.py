@@ -23,7 +23,7 @@ from torch import Tensor
 from zeroshard.comm import LocalCommunicator
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import HEADROOM, planner_for
-from zeroshard.lab.predict.hardware import this_machine
+from zeroshard.lab.predict.hardware import Device
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.profiling.memory import AllocationRecorder
@@ -35,6 +35,7 @@ LONGEST = 48 if rows.TOY else 65_536
 LONGER = (1.0, 1.05, 1.1, 1.2)  # of `LONGEST`, in order
 TILES = "2" if rows.TOY else "auto"
 CONFIG: dict[str, Any] = QWEN3_ALIKE | {"max_position_embeddings": 2**20} | (QWEN3_TOY if rows.TOY else QWEN3[NAME])
+TOY_DEVICE = Device("a rehearsal", 2**40, dict.fromkeys(("float32", "bfloat16"), 1e12), 1e11, "", device_type="cpu")
 OVERRIDES = {"from_config": True, "activation_checkpointing": "offload", "tiles": TILES}
 
 
@@ -122,7 +123,7 @@ def planned(tokens: int, gpu: str = "h100-80gb") -> Row:
     with _folder() as folder:
         return planner_for(
             f"hf:{folder}",
-            gpu=this_machine(2**40, "cpu") if rows.TOY else gpu,
+            gpu=TOY_DEVICE if rows.TOY else gpu,
             seq_len=tokens,
             dtype="bfloat16",
             lora=LORA,
