@@ -1,3 +1,6 @@
+import pytest
+import torch
+
 from zeroshard import stopwatch
 from zeroshard.stopwatch import Stopwatch
 
@@ -11,3 +14,15 @@ def test_spans_of_one_name_add_up_and_are_taken_once(monkeypatch):
             pass
     assert spans.take_seconds() == {"forward": 2.0, "backward": 2.5}
     assert spans.take_seconds() == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_span_on_cuda_is_the_devices_time():
+    spans = Stopwatch("cuda")
+    x = torch.ones(4096, 4096, device="cuda")
+    with spans.span("product"):
+        for _ in range(10):
+            x @ x
+    torch.cuda.synchronize()
+    assert spans.take_seconds()["product"] > 1e-4

@@ -8,6 +8,12 @@ from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and DEVICE != "cuda":
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def device():
     return torch.device(DEVICE)

@@ -100,6 +100,25 @@ def test_the_kernel_takes_the_steps_of_torch_s_fused_one(triton, draw):
         assert np.array_equal(got.cpu().numpy(), wanted.astype(np.float32))
 
 
+@pytest.mark.gpu
+def test_the_bits_of_torch_s_fused_kernel(triton, draw):
+    state = draw()
+    params, grads = [torch.nn.Parameter(p.clone()) for p in state[0]], state[1]
+    theirs = torch.optim.AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1, fused=True)
+    for m, v in zip(*state[2:], strict=True):
+        m.zero_()
+        v.zero_()
+    for step in range(1, 4):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        theirs.step()
+        adamw(*state, step=step, options=OPTIONS, kernels=triton)
+        for param, p, m, v in zip(params, state[0], *state[2:], strict=True):
+            assert torch.equal(theirs.state[param]["exp_avg"], m)
+            assert torch.equal(theirs.state[param]["exp_avg_sq"], v)
+            torch.testing.assert_close(param.detach(), p, rtol=0, atol=2e-7)  # the power in the correction
+
+
 def test_the_reference_has_the_bits_of_torch_s(draw):
     state = draw()
     params = [torch.nn.Parameter(p.clone()) for p in state[0]]

@@ -74,6 +74,24 @@ def test_smoothing_in_float64_is_not_rounded_to_float32(vocab, triton, random, d
     compare(logits, draw_targets((3,), vocab, device), **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(4097, 7), (127, 257), (127, 50257), (33, 128256)])
+def test_large_shapes(shape, dtype, triton, random, device):
+    compare(random(*shape, dtype=dtype), draw_targets(shape[:1], shape[1], device, [0]), label_smoothing=0.1)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_a_32_bit_offset_can_name(triton, device):
+    logits = torch.zeros(2**31 // 50304 + 5, 50304, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.zeros(logits.shape[0], dtype=torch.int64, device=device)
+    loss = ours(logits, targets, reduction="sum")
+    loss.backward()
+    expected = torch.full((50304,), 1 / 50304, dtype=torch.float64)
+    expected[0] -= 1
+    assert_near(logits.grad[-1], expected)
+
+
 def test_leading_shapes_and_strides(triton, random, device):
     wide = random(2, 3, 40)
     for logits in (wide[..., :33], wide[:, :1, :], wide.transpose(0, 1), wide.mT, wide[..., ::2]):

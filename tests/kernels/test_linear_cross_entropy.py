@@ -143,6 +143,13 @@ def test_the_weight_s_gradient_is_summed_in_fp32(who, triton, device):
     assert d_weight[0, 0] == -0.625  # (1 + 64 / 256) / 2, each row's probability being a half
 
 
+@pytest.mark.gpu
+def test_large_shapes(triton, random, device):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    hidden, weight = random(4097, 64), random(50257, 64) / 8
+    compare(hidden, weight, draw_targets((4097,), 50257, device, [1]), slack=8, chunk_rows=1000)
+
+
 def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
     hidden, weight = random(12, 64), random(9, 64)
     peaks = []
@@ -162,6 +169,21 @@ def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
             compute(*given, -100, 0.0, 0.0, 4)
         peaks.append(peak)
     assert peaks == [4 * 4 * (VOCAB_MULTIPLE + 64)] * 2  # a chunk's logits, and the gradient of its hidden states
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_a_chunk_and_not_the_logits(triton, device):
+    hidden = torch.zeros(16384, 768, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.zeros(50304, 768, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.zeros(16384, dtype=torch.int64, device=device)
+    peaks = []
+    for kernels in ("reference", "triton"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(hidden, weight, targets, kernels=kernels).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        hidden.grad = weight.grad = None
+    assert peaks[1] <= 0.15 * peaks[0]
 
 
 @pytest.mark.parametrize("ours_alone", ["hidden", "weight"])

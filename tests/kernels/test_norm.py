@@ -77,6 +77,24 @@ def test_results_of_other_dtypes_are_rounded_once(operation, dtype, shape, trito
     compare(operation, *drawn(operation, random, shape, dtype))
 
 
+@pytest.mark.pairwise
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", LARGE)
+def test_large_shapes(operation, dtype, shape, triton, random):
+    compare(operation, *drawn(operation, random, shape, dtype))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
+    x = torch.zeros(2**18 + 3, 8200, dtype=torch.bfloat16, device=device)
+    x[-1] = torch.arange(8200, device=device) % 7
+    y = layer_norm(x, kernels="triton")
+    assert_near(y[-1], F.layer_norm(x[-1].double(), (8200,)), what="last row")
+    assert not y[:-1].any()
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("width", [128, 200])
 def test_rows_too_wide_to_be_held(operation, width, triton, random, monkeypatch):

@@ -46,6 +46,12 @@ def test_other_dtypes(dtype, triton, random):
     compare(random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype), random, tables_in)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_shapes(dtype, triton, random):
+    compare(random(3, 127, 32, 128, dtype=dtype).transpose(1, 2), random(3, 8, 127, 128, dtype=dtype), random)
+
+
 def test_strided_heads(triton, random, device):
     qkv = random(2, 5, 7, 12)  # [B, T, heads of q, k and v, D], as one projection gives them
     q, k = qkv[:, :, :4].transpose(1, 2), qkv[:, :, 4:6].transpose(1, 2)

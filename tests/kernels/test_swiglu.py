@@ -34,6 +34,19 @@ def test_other_precisions_and_extreme_values(triton, random):
     compare(gate.double(), random(4, 33, dtype=torch.float64), random)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_large_shapes(dtype, triton, random):
+    compare(random(4097, 11008, dtype=dtype), random(4097, 11008, dtype=dtype), random)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
+    gate = torch.zeros(2**31 + 4096, dtype=torch.bfloat16, device=device)
+    gate[-1] = 2.0
+    assert_near(swiglu(gate, gate, kernels=triton)[-1:], F.silu(gate[-1:].double()) * 2)
+
+
 def test_halves_of_one_projection_and_other_strides(triton, random):
     gate, up = random(2, 3, 80).chunk(2, dim=-1)
     compare(gate, up, random)
