@@ -203,7 +203,7 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
 )
 def test_help_may_come_after_other_words(words, word, capsys):
     assert main([*words, word]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: zeroshard {words[0]} ")
+    assert capsys.readouterr().out.startswith(f"usage: zeroshard {words[0]}")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["train", "--sed", "1"]])
