@@ -60,20 +60,23 @@ def optimizer_of(who: str, shapes: Shapes) -> tuple[Callable[[], object], int]:
 
 
 def in_format(params: list[nn.Parameter], name: str, settings: dict[str, Any]) -> tuple[Callable[[], object], int]:
-    """Return torch's fused AdamW with states in a format, which steps on a tensor at a time as on a unit of a model."""
+    """Return torch's fused AdamW with states in a format, which steps as on a unit of a model."""
     form = FORMATS[name]
     assert form is not None
-    optimizers = [torch.optim.AdamW([param], fused=True, **settings) for param in params]
-    states = [FormattedStates(optimizer, form, lambda _: ("weight", 0)) for optimizer in optimizers]
+    optimizer = torch.optim.AdamW(params, fused=True, **settings)
+    states = FormattedStates(optimizer, form, lambda _: ("weight", 0))
+    (group,) = optimizer.param_groups
 
     def step() -> None:
-        for param, optimizer, state in zip(params, optimizers, states, strict=True):
-            state.bring([param])
+        for (part,) in states.parts([params]):
+            group["params"] = part
+            states.bring(part)
             optimizer.step()
-            state.take_back()
+            states.take_back()
+        group["params"] = params
 
-    # The step's 28, and of both states: what is kept is read and written, wide values are written and read once more
-    return step, 28 + 2 * (2 * sum(dtype.itemsize for suffix, dtype in form.kept.items() if suffix != SCALES) + 2 * 4)
+    # Weights and gradient, 12, and of both states what is kept is read and written; wide values stay in a cache
+    return step, 12 + 2 * 2 * sum(dtype.itemsize for suffix, dtype in form.kept.items() if suffix != SCALES)
 
 
 def copy_of(numel: int) -> tuple[Callable[[], Tensor], int]:

@@ -237,3 +237,36 @@ def test_one_units_states_are_wide_at_a_time(monkeypatch, narrow):
     monkeypatch.setattr(FormattedStates, "take_back", looking)
     train(zero, optimizer, range(1, 2))
     assert sorted(filter(None, seen)) == [5 * 4 + 4, 90 * 5 + 5, 7 * 90 + 90]  # the root's layer, and each unit's
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("cls", STATES)
+def test_a_step_by_parts_has_the_bits_of_one_on_whole_pieces_and_few_states_are_wide(monkeypatch, cls, narrow):
+    def stepped(most, offload=None):
+        monkeypatch.setattr("zeroshard.state_formats.operands.most_at_once", lambda _: most)
+        net, seen = copy.deepcopy(NET), [0]
+        zero = Zero(net, 2, [net[0], net[2]], LocalCommunicator(), offload=offload)
+        optimizer = zero.optimizer(cls, state_format=narrow, lr=1e-2, **HOW.get(cls, {}))
+        own = FormattedStates.take_back
+
+        def looking(member):
+            brought = [dict.get(optimizer.state, piece, {}) for piece, _ in member._brought]
+            moments = [state[kind] for state in brought for kind in STATES[cls] if kind in state]
+            seen.append(sum(moment.numel() for moment in moments if moment.dtype == torch.float32))
+            own(member)
+
+        monkeypatch.setattr(FormattedStates, "take_back", looking)
+        for step in range(3):
+            net(torch.full((2, 7), 0.1) * (step + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        monkeypatch.undo()
+        return states(zero), max(seen), {kind: list(state) for kind, state in zero.optim_state_dict()["state"].items()}
+
+    expected, wide, kinds = stepped(1 << 18)
+    assert wide >= 7 * 90 + 90
+    for offload in (None, Offload()):
+        found, wide, own_kinds = stepped(256, offload)
+        assert_equal(found, expected)
+        assert own_kinds == kinds
+        assert 0 < wide <= 256 * len(STATES[cls])

@@ -45,6 +45,7 @@ from zeroshard.lab.predict.memory import (
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.models.sequence_parallel import LABEL
+from zeroshard.state_formats.operands import most_at_once
 from zeroshard.zero.core.strategy import SHARD
 
 __all__ = ["Settings", "Step", "step_of"]
@@ -214,11 +215,11 @@ def _copies_and_chunk(buffer: Buffer, numel: int, optimizer: OptimizerState, set
 
 
 def _widened_bytes(buffer: Buffer, optimizer: OptimizerState, settings: Settings) -> int:
-    """Bytes of a buffer's widened states, and of copied gradients."""
-    numels = _updated_numels(buffer, settings)
+    """Bytes of a part of a buffer's states, widened, and of copied gradients."""
+    numels, most = _updated_numels(buffer, settings), most_at_once(settings.device_type)
     copies = sum(numels) * buffer.dtype.itemsize if _copied(buffer, settings) else 0
-    wide = sum(numels) * optimizer.num_widened * WIDE_BYTES  # beside those in fewer bits, which stay
-    scratch = scratch_bytes(max(numels, default=0), settings.device_type, codes=optimizer.block > 1)
+    wide = min(sum(numels), most) * optimizer.num_widened * WIDE_BYTES  # beside those in fewer bits, which stay
+    scratch = scratch_bytes(min(max(numels, default=0), most), settings.device_type, codes=optimizer.block > 1)
     return copies + wide + (scratch if wide else 0)
 
 

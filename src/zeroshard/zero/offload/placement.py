@@ -294,10 +294,8 @@ def _update(
     """Update one unit by the class's own code, on whichever thread."""
     for action in first:
         action()
-    for settings, pieces in zip(twin.param_groups, by_group, strict=True):
-        settings["params"] = pieces
-    operands.bring(operands.elsewhere(chain.from_iterable(by_group)))
     try:
+        operands.bring_unit(twin, step, by_group)
         step(twin)
     finally:
         operands.take_back()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,20 @@ class StateFormat(Protocol):
 class StatesInFormat(Protocol):
     """States that another format keeps between steps: `zeroshard.state_formats.operands.FormattedStates` are."""
 
+    def parts(self, by_group: Lists) -> list[Lists]:
+        """Divide pieces into parts on which the class steps in turn, so that few states are wide at a time."""
+        ...
+
+    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those whose states it keeps."""
+        ...
+
+    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
+        """Make these states as the class has them."""
+
+    def take_back(self) -> None:
+        """Make them as they are kept."""
+
     def loaded(self, pieces: Iterable[nn.Parameter]) -> None:
         """Have the states of these pieces, which were just loaded, in the format."""
 
@@ -109,9 +123,13 @@ class Together(StepOperands):
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
 
-    def apart(self) -> StepOperands:
+    def apart(self) -> Together:
         """Return the same members for another thread: what is brought there, this object does not take back."""
-        return Together(*map(copy, self.members))
+        apart = Together(*map(copy, self.members))
+        if self.formatted is not None:
+            number = next(number for number, member in enumerate(self.members) if member is self.formatted)
+            apart.formatted = cast("StatesInFormat", apart.members[number])
+        return apart
 
     def wait(self) -> None:
         """Wait until updates that run after ``step()`` has returned are over."""
@@ -137,6 +155,24 @@ class Together(StepOperands):
         """Have each member take back its own, the last first."""
         for member in reversed(self.members):
             member.take_back()
+
+    def bring_unit(self, optimizer: Any, step: Callable[[Any], Any], unit: Lists) -> None:
+        """Bring a unit's operands; step on all of its parts but the last, which the param groups then hold.
+
+        States in another format are brought for a part at a time, all else for the unit.
+        """
+        pieces, formatted = list(chain.from_iterable(unit)), self.formatted
+        for member in self.members:
+            if member is not formatted:
+                member.bring(member.elsewhere(pieces))
+        for number, part in enumerate([unit] if formatted is None else formatted.parts(unit)):
+            if formatted is not None and number:
+                step(optimizer)
+                formatted.take_back()
+            for group, own in zip(optimizer.param_groups, part, strict=True):
+                group["params"] = own
+            if formatted is not None:
+                formatted.bring(formatted.elsewhere(chain.from_iterable(part)))
 
 
 class OfSteps(Protocol):
@@ -174,12 +210,11 @@ class OperandsOfSteps:
             self._bring(here)
             return
         units = [lists for group, lists in self._by_unit().items() if group not in self._later]
-        for pieces in units[:-1]:
-            self._bring(pieces)
-            step(self._of.optimizer)
-            self.end()
-        if units:
-            self._bring(units[-1])
+        for number, unit in enumerate(units):
+            if number:
+                step(self._of.optimizer)
+                self.end()
+            operands.bring_unit(self._of.optimizer, step, unit)
 
     def end(self) -> None:
         """Take back what was brought, also after a step that has raised."""
