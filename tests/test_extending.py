@@ -28,7 +28,6 @@ from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.ranks import join
 
 TABLES = (PRESETS, SOURCES, STRATEGIES, COMMUNICATORS, OPERATIONS)
-ADDED = ("running-mean", "squares", "ddp-bf16", "gather", "squared_relu")
 TRAIN = ["train", "--device", "cpu", "--max-steps", "4", "--warmup-steps", "1", "--eval-batches", "2"]
 TRAIN += ["--seq-len", "32", "--out", "mine"]
 

@@ -26,7 +26,6 @@ from zeroshard.train.start import run_training
 from zeroshard.train.state.lock import RunLock
 
 CPU = torch.device("cpu")
-NOBODY = 65534
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_never_stopped(tiny_config, tmp_p
     assert same_bits(resumed_weights, whole_weights)
 
 
-@pytest.mark.parametrize("shard_size", [1, 2, 4])
+@pytest.mark.parametrize("shard_size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 4))])
 def test_so_is_one_whose_groups_of_ranks_are_replicas(tiny_config, tmp_path, shard_size):
     options = {"shard_size": shard_size, "grad_accum_steps": 2}
     parts = str(tmp_path / "parts")
