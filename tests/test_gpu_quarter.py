@@ -39,7 +39,7 @@ def _records(out):
 def rehearsal(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu") / "results.jsonl"
     rows = ("right", "planted failure", "kernels right", "planted hang", "planted out of memory", "memory",
-            "planted kill")  # fmt: skip
+            "long sequences", "planted kill")  # fmt: skip
     done = _quarter(out, "--only", *rows)
     assert done.returncode == 0, done.stdout + out.with_suffix(".log").read_text()
     return out, done.stdout
@@ -48,7 +48,7 @@ def rehearsal(tmp_path_factory):
 def test_rows_that_fail_hang_run_out_of_memory_or_are_killed_lose_themselves_alone(rehearsal):
     out, told = rehearsal
     ends = {record["row"]: record["end"] for record in _records(out) if "end" in record}
-    assert [row for row, end in ends.items() if end == "done"] == ["right", "kernels right", "memory"]
+    assert [row for row, end in ends.items() if end == "done"] == ["right", "kernels right", "memory", "long sequences"]
     assert "a planted failure" in ends["planted failure"]
     assert "longer than 4 s" in ends["planted hang"]
     assert "allocate" in ends["planted out of memory"]
@@ -108,9 +108,16 @@ def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehears
     assert len(planned) >= 2
     for case, num_bytes in measured.items():
         assert abs(planned[case] - num_bytes) <= 2048, case
+    long = [record for record in _records(out) if record["row"] == "long sequences"]
+    planned = {record["case"]: record["planned_bytes"] for record in long if "planned_bytes" in record}
+    measured = {record["case"]: record["peak_bytes"] for record in long if "peak_bytes" in record}
+    assert planned.keys() == measured.keys()
+    assert {case: planned[case] - measured[case] for case in planned if abs(planned[case] - measured[case]) > 64} == {}
+    assert len(planned) == 4
     page = (tmp_path / "gpu.md").read_text()
     assert "no figure claims anything" in page
     assert "| 14 of 14 |" in page
+    assert "| planned 48 tokens for a card of 0.0 GiB; it took 64 tokens |" in page
     assert "not measured" in page
     assert "| 14 of 14 |" in readme.read_text()
     readme.write_text(readme.read_text().replace("14 of 14", "15 of 14"))
