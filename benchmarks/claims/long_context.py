@@ -6,13 +6,14 @@
 
 Counted is all but weights, their gradients and inputs on the host. In the first table tensors have no values, so any
 length is counted in seconds; sizes and lifetimes are those of a run on a CPU. In the second one forward and backward of
-one sequence run: counted are torch's allocations (`zeroshard.profiling.memory`, which plans share no code with) and
-the growth of resident memory, less the slots on the host. Attention takes the square of the length in time.
+one sequence run, twice: the first makes what is made once (MKL's buffers, threads). Counted are torch's allocations
+(`zeroshard.profiling.memory`, which plans share no code with) and private resident memory, less the slots on the host.
+Attention takes the square of the length in time.
 
-Resident memory is divided by what malloc says of its heaps after each operation. Blocks that were freed stay there as
-long as a later block above them is alive, and later ones of another size do not fit where they were: these pages are
-resident, but nobody uses them. What is left is in use: it is compared with the plan. glibc gives freed blocks back at
-once if ``MALLOC_MMAP_THRESHOLD_=65536`` and ``MALLOC_TRIM_THRESHOLD_=65536`` are set; each then costs page faults.
+Resident memory is divided by what malloc says of its heaps after each operation. Freed blocks stay there as long as a
+later block above them is alive, and blocks of another size do not fit where they were: these pages are resident, but
+nobody uses them. What is left is in use: it is compared with the plan. glibc gives freed blocks back at once if
+``MALLOC_MMAP_THRESHOLD_=65536`` and ``MALLOC_TRIM_THRESHOLD_=65536`` are set, which costs page faults.
 """
 
 from __future__ import annotations
@@ -100,26 +101,26 @@ class _Heaps(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _names)
 
 
-class InUse(TorchDispatchMode):
-    """The most resident bytes that malloc does not have free, after any operation of this block.
+class Resident(TorchDispatchMode):
+    """The most private memory of the process after any operation of this block, more than was in use at its beginning.
 
     Attributes:
-        most: these bytes, more than at the beginning.
+        most: all that is resident, in bytes.
+        in_use: the same without what malloc has free.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._mallinfo = ctypes.CDLL(None).mallinfo2
         self._mallinfo.restype = _Heaps
-        self._before, self.most = self._now(), 0
-
-    def _now(self) -> int:
-        return _status("VmRSS") - self._mallinfo().fordblks
+        self._before = _status("RssAnon") - self._mallinfo().fordblks
+        self.most = self.in_use = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look."""
         result = func(*args, **(kwargs or {}))
-        self.most = max(self.most, self._now() - self._before)
+        grown = _status("RssAnon") - self._before
+        self.most, self.in_use = max(self.most, grown), max(self.in_use, grown - self._mallinfo().fordblks)
         return result
 
 
@@ -127,19 +128,17 @@ def measured(config: LlamaConfig, seq_len: int) -> dict[str, int]:
     """Run forward and backward of one sequence; bytes by torch's allocations, of resident memory, and of the slots."""
     model = config.build()
     free_gradients(model)
-    few = torch.zeros(1, 64, dtype=torch.int64)
-    model(few, few).backward()  # what torch makes once
-    gc.collect()
     tokens = torch.randint(VOCAB, (1, seq_len))
+    model(tokens, tokens).backward()
+    gc.collect()
     recorder = AllocationRecorder(mapped=False)
     recorder.ignore([*model.parameters(), tokens])
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    with InUse() as in_use, recorder:
-        model(tokens, tokens).backward()
     slots = slot_bytes()
-    resident, used = _status("VmHWM") - before - slots, in_use.most - slots
-    return {"allocated": recorder.peak.num_bytes, "in_use": used, "resident": resident, "slots": slots}
+    with Resident() as resident, recorder:
+        model(tokens, tokens).backward()
+    more = slot_bytes() - slots
+    found = {"allocated": recorder.peak.num_bytes, "in_use": resident.in_use - more, "resident": resident.most - more}
+    return {**found, "slots": slot_bytes()}
 
 
 def _status(name: str) -> int:
