@@ -132,11 +132,6 @@ class Run:
         """What the run's plan says."""
         return self.summary["plan"][what]["predicted"]
 
-    @property
-    def planned_bytes(self) -> int:
-        """The most that is resident by the plan: the peak of tensors, and the communicators' own buffers."""
-        return self.planned("peak_bytes") + self.planned("comm_bytes")
-
     def moved(self, what: str) -> float:
         """Bytes of a rank and step, of those after the first two."""
         begin, end = self.ends[1], self.ends[-1]
@@ -204,7 +199,8 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What each run had and did, with the bound of all."""
     tiny = train(given, folder / "tiny", TINY, "disk-all", None)
     assert tiny.status == 0, tiny.last
-    own, without = tiny.most("data") - tiny.planned("peak_bytes"), tiny.most("resident") - tiny.planned_bytes
+    # what is small does not fill the communicator's slots
+    own, without = (tiny.most(what) - tiny.planned("peak_bytes") for what in ("data", "resident"))
     num_params = _num_params(given)
     states = STATE_BYTES * num_params // given.nproc
     bound = int(states / given.times)
@@ -215,7 +211,7 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if run.status == 0:
             plan = run.summary["plan"]
             found[offload] |= {
-                "planned_bytes": run.planned_bytes,
+                "planned_bytes": run.planned("peak_bytes") + run.planned("comm_bytes"),
                 "resident_bytes": run.most("resident") - without,
                 "shared_bytes": run.most("shared"),
                 "data_bytes": run.most("data") - own,
