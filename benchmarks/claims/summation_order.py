@@ -82,8 +82,15 @@ def spread(runs: list[Tensor]) -> Tensor:
     return (each.amax(0) - each.amin(0)) / each.mean(0)
 
 
+def table(found: dict[str, list[Tensor]], steps: int) -> str:
+    """A row for each of the steps `AT`: the mean over seeds, and over the ten steps that end there."""
+    means = {name: torch.stack(each).mean(0) for name, each in found.items()}
+    rows = [(str(at), *(f"{each[at - 10 : at].mean():.1e}" for each in means.values())) for at in AT if at <= steps]
+    return "\n".join(columns([("step", *means), *rows], right=range(len(means) + 1)))
+
+
 def main() -> None:
-    """Train all, print a table."""
+    """Train all, print a table after each choice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -102,18 +109,14 @@ def main() -> None:
             runs = [losses(models[0], rows, choice, num_sums, options.lr) for num_sums in SUMS]
             found.setdefault(choice, []).append(spread(runs))
             alone[choice] = runs[0]
-            print(f"seed {seed}, {choice}: loss of the last 50 steps {runs[0][-50:].mean():.4f}", flush=True)
+            print(f"\nseed {seed}, {choice}: loss of the last 50 steps {runs[0][-50:].mean():.4f}")
+            print(table(found, options.steps), flush=True)
         if "AdamW" in alone:
             other = losses(models[1], rows, "AdamW", 1, options.lr)
             found.setdefault("(seeds)", []).append(spread([alone["AdamW"], other]))
         if {"AdamW", "AdamW-bf16"} <= alone.keys():
             found.setdefault("(dtypes)", []).append(spread([alone["AdamW"], alone["AdamW-bf16"]]))
-    means = {name: torch.stack(each).mean(0) for name, each in found.items()}
-    table = [("step", *means)]
-    table += [
-        (str(at), *(f"{each[at - 10 : at].mean():.1e}" for each in means.values())) for at in AT if at <= options.steps
-    ]
-    print("\n".join(columns(table, right=range(len(means) + 1))))
+    print(f"\n{table(found, options.steps)}")
 
 
 if __name__ == "__main__":
