@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from zeroshard.errors import UserError
+
+GIB = 2**30
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/sys/bus/pci/devices")
@@ -37,6 +40,23 @@ def total_bytes() -> int | None:
     machine = _meminfo("MemTotal")
     known += [machine] if machine is not None else []
     return min(known) if known else None
+
+
+def require_memory(
+    num_bytes: int, has_bytes: int | None, num_ranks: int, host: str, field: str = "offload.state"
+) -> None:
+    """Raise UserError if ``num_ranks`` ranks keep ``num_bytes`` in memory of ``host``, which has less.
+
+    Before a run ``has_bytes`` is `total_bytes`, and in a plan what a node has; None: nobody knows. ``field``: the
+    setting that keeps them there.
+    """
+    if has_bytes is not None and num_bytes > has_bytes:
+        ranks = "1 rank keeps" if num_ranks == 1 else f"{num_ranks} ranks keep"
+        what = f"{ranks} {num_bytes / GIB:,.2f} GiB in memory of {host}, which has {has_bytes / GIB:,.2f} GiB"
+        todo = "give a smaller --offload.fraction, use more machines, or fewer ranks"
+        if field == "model.activation_checkpointing":
+            todo = "recompute the inputs of blocks (full), use more machines, or fewer ranks"
+        raise UserError(field, what, todo)
 
 
 def node_of(device: torch.device) -> int | None:

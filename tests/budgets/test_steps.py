@@ -169,6 +169,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "prefetch": (0, 1),
         "num_micro": (2,),
     },
+    "adapters off the device": {
+        "row": ("3",),
+        "offload": ("optimizer", "all"),
+        "lora": tuple(LORA),
+        "world_size": (4,),
+        "precision": ("fp32", "bf16"),
+        "name": ("llama-tiny",),
+    },
     "in a file": {
         "row": STAGED,
         "offload": ("disk", "half on disk", "gradients on disk"),

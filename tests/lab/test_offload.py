@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 from dry_run import compared
+from zeroshard.errors import UserError
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration
@@ -97,6 +98,20 @@ def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
     assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
 
 
+@pytest.mark.parametrize("state", ["all", "disk-all"])
+@pytest.mark.parametrize("stage", "0123")
+def test_a_dry_run_of_adapters_holds_what_was_planned(stage, state):
+    model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"gpus": 2, "seq_len": 16, "micro_batch": 2, "stage": stage, "lora": {"rank": 2}}
+    settings |= {"offload": {"state": state, "fraction": "1"}}
+    found = compared(validate(PlanConfig, {"model": model, **settings}))
+    for name in ("params", "host_params", "host_optimizer", "messages", "message bytes"):
+        assert found[name]["predicted"] == found[name]["measured"], name
+    frozen = found["host_params"]["measured"]
+    assert (frozen > 8 * found["host_optimizer"]["measured"]) == (stage == "3")  # the base
+    assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
+
+
 def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():
     model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
     settings = {"gpus": 2, "gpu": "h100-80gb", "seq_len": 16, "micro_batch": 2, "stage": "2", "offload": "disk"}
@@ -137,3 +152,60 @@ def test_rates_of_a_disk_are_in_the_time_of_a_plan_and_choose_what_leaves(tmp_pa
     assert fast_s == pytest.approx(unknown_s, rel=1e-2)
     _, slow, _ = planned(1e6)
     assert slow is None  # nothing hides the update of a unit, and all of it fits the device
+
+
+MODEL = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+
+
+def _planned(**settings):
+    all_state = {"state": "optimizer", "fraction": "1"}
+    given = {"gpus": 4, "gpus_per_node": 2, "seq_len": 16, "micro_batch": 2, "offload": all_state, **settings}
+    return answer_plan(validate(PlanConfig, {"model": MODEL, **given}))
+
+
+def test_state_for_which_a_nodes_host_has_no_memory_is_refused_as_before_a_run():
+    rows = json.loads(_planned(json=True, stage="2").text)["rows"]
+    assert all(row["node_host_bytes"] == 2 * row["offload"]["host_bytes"] for row in rows)
+    needed = min(row["node_host_bytes"] for row in rows)
+    text = _planned(stage="2", host_memory=f"{needed}B").text
+    assert f"{needed / 2**10:.1f} KiB of a node's host, which has {needed / 2**10:.1f} KiB" in text
+    assert "--host-memory says how much it has" in _planned(stage="2").text
+    with pytest.raises(UserError) as error:
+        _planned(stage="2", host_memory=f"{needed - 1}B")
+    assert str(error.value) == (
+        "offload.state: 2 ranks keep 0.00 GiB in memory of a node, which has 0.00 GiB; give a smaller "
+        "--offload.fraction, use more machines, or fewer ranks"
+    )
+    [row] = json.loads(_planned(json=True, stage="2", offload="none", host_memory="1B").text)["rows"][:1]
+    assert row["fits"]  # nothing is on the host
+
+
+def test_a_stage_that_keeps_too_much_on_the_host_does_not_fit_and_others_are_recommended():
+    rows = json.loads(_planned(json=True).text)["rows"]
+    most, *_, least = sorted(row["node_host_bytes"] for row in rows)[::-1]
+    assert least < most
+    found = json.loads(_planned(json=True, host_memory=f"{most - 1}B").text)
+    out = [row for row in found["rows"] if not row["fits"]]
+    assert found["host_memory_bytes"] == most - 1
+    assert {row["binds"] for row in out} == {"host memory"}
+    assert all((row["node_host_bytes"] >= most) == (not row["fits"]) for row in found["rows"])
+    assert found["rows"][found["best"]]["fits"]
+
+
+def test_memory_of_the_host_is_that_of_the_machine_that_was_measured(tmp_path):
+    device = replace(find_device("h100-80gb").device, host_memory_bytes=1 << 10)
+    write_calibration(path := tmp_path / "gpu.json", Calibration(device))
+    with pytest.raises(UserError, match=r"^offload.state: 2 ranks keep .* in memory of a node"):
+        _planned(gpu=str(path))
+    assert json.loads(_planned(gpu=str(path), host_memory="1GiB", json=True).text)["host_memory_bytes"] == 1 << 30
+    with pytest.raises(UserError, match=r"^host_memory: '5' is not a size; write a number and a unit"):
+        _planned(host_memory="5")
+
+
+def test_inputs_of_blocks_that_wait_on_the_host_count_there():
+    model = {**MODEL, "activation_checkpointing": "offload"}
+    given = {"model": model, "seq_len": 16, "micro_batch": 2, "stage": "0"}
+    found = json.loads(answer_plan(validate(PlanConfig, {**given, "json": True})).text)["rows"][0]
+    assert found["node_host_bytes"] == found["host_input_bytes"] > 0
+    with pytest.raises(UserError, match=r"^model.activation_checkpointing: 1 rank keeps .*; recompute the inputs"):
+        answer_plan(validate(PlanConfig, {**given, "host_memory": "1B"}))

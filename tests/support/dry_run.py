@@ -25,7 +25,7 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.hardware import Calibration, Device
-from zeroshard.lab.predict.memory import SLOTS
+from zeroshard.lab.predict.memory import HOST, SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.profiling.memory import AllocationRecorder
@@ -163,8 +163,9 @@ def _measured(
     if recorder is not None:
         recorder.remove()
         peak, by_category = recorder.peak.num_bytes, dict(recorder.peak.by_category)
-        if slots := updates[-1][1].get(SLOTS, 0):  # which the recorder does not see, and which are there at any time
-            peak, by_category[SLOTS] = peak + slots, slots
+        if SLOTS in updates[-1][1]:  # these the recorder does not see, and they are there at any time
+            mapped = {name: updates[-1][1].get(name, 0) for name in (SLOTS, HOST["params"])}
+            peak, by_category = peak + sum(mapped.values()), by_category | mapped
     sent = [each for each in comm.records if each.label != CONTROL]
     return Measured(start, updates, peak, by_category, sent, seconds[1:])
 
@@ -226,7 +227,7 @@ def compared(config: PlanConfig) -> dict[str, dict[str, int]]:
     local = planner_for(**{**arguments(config), "gpu": this_machine(2**62, "cpu"), "within_node": config.network})
     again, workload = local.row(row.stage, row.micro_batch), local.workload
     with TemporaryDirectory(prefix="zeroshard-") as folder:
-        offload = local.offload_at(local.strategy(row.stage, row.shard_size))
+        offload = local.offload_at(local.strategy(row.stage, row.shard_size), row.shard_size)
         measured = dry_run(
             workload.model,
             workload.inputs,

@@ -100,8 +100,9 @@ def backward_events(zero):
 
     def grads_of(unit):
         for _, param, group, slot in unit.named_slots():
-            runtime.expect_grad(group)
-            group.grads.accumulate(slot, torch.empty_like(param))
+            if param.requires_grad:
+                runtime.expect_grad(group)
+                group.grads.accumulate(slot, torch.empty_like(param))
 
     def inside():
         runtime.pre_backward(runtime.root, run)

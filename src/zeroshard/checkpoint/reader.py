@@ -1,10 +1,10 @@
-"""Read a checkpoint by interval, through memory maps: only the requested bytes are read from the disk."""
+"""Read a checkpoint by interval: only the requested bytes are read from the disk, to where they are wanted."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,12 +18,14 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
 
+MOST_OPEN = 64  # files of a checkpoint, which has one of each rank that wrote it; a process may open about a thousand
+
 
 class CheckpointReader:
-    """A `ShardReader` over a checkpoint's files: it maps a file when a slice of it is needed, and copies that slice.
+    """A `ShardReader` over a checkpoint's files: it opens a file when a slice of it is needed, and reads that slice.
 
-    Use it as a context manager. It does not verify content (see `verify`), but it checks a file's size when it maps the
-    file, because a read beyond the end of a mapped file kills the process.
+    Use it as a context manager. It does not verify content (see `verify`), but it checks a file's size when it opens
+    the file. It maps none: pages of a map stay resident, all of the checkpoint at the end of a load.
 
     Attributes:
         param_groups: the saved param groups; empty if the one that loads keeps its own ``settings``.
@@ -33,7 +35,7 @@ class CheckpointReader:
         self._folder, self._manifest = folder, manifest
         self.param_groups: Sequence[Mapping[str, Any]] = manifest.param_groups if settings else ()
         self._tensors: dict[str, dict[str, TensorEntry]] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._opened: dict[str, BufferedReader] = {}  # the one used longest ago first
         for entry in manifest.tensors:
             self._tensors.setdefault(entry.name, {})[entry.kind] = entry
 
@@ -59,29 +61,41 @@ class CheckpointReader:
             raise UserError(name, what, "load it into the model and the optimizer that it was saved from")
         copies = plan_copies([piece.interval for piece in entry.pieces], interval)
         for copy in copies:
-            self._map(entry.pieces[copy.piece].file)  # fail on a missing file before allocating memory
+            self._open(entry.pieces[copy.piece].file)  # fail on a missing file before allocating memory
         target = torch.empty(interval[1] - interval[0], dtype=TORCH_DTYPES[entry.dtype])
-        target_bytes, size = target.view(torch.uint8), target.element_size()
+        target_bytes, size = memoryview(target.view(torch.uint8).numpy()), target.element_size()
         for copy in copies:
             piece = entry.pieces[copy.piece]
-            begin, count = piece.offset + copy.source_offset * size, copy.length * size
-            # Bytes, not elements: a piece need not be aligned for its dtype.
-            saved = torch.frombuffer(self._map(piece.file), dtype=torch.uint8, offset=begin, count=count)
-            target_bytes[copy.target_offset * size :][:count] = saved
+            into = target_bytes[copy.target_offset * size :][: copy.length * size]
+            self._read(piece.file, piece.offset + copy.source_offset * size, into)
         return target
 
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
+    def _read(self, file: str, at: int, into: memoryview) -> None:
+        opened = self._open(file)
+        try:
+            while into:
+                got = os.preadv(opened.fileno(), [into], at)
+                if not got:
+                    raise UserError(str(self._folder / file), f"is damaged: it ends at byte {at}", DAMAGED_TODO)
+                into, at = into[got:], at + got
+        except OSError as error:
+            raise UserError(str(self._folder / file), f"cannot be read ({error.strerror})", DAMAGED_TODO) from None
+
+    def _open(self, file: str) -> BufferedReader:
+        opened = self._opened.pop(file, None)
+        if opened is None:
             path, expected = self._folder / file, self._manifest.files[file].num_bytes
             try:
-                with open_binary(path) as opened:
-                    if os.fstat(opened.fileno()).st_size != expected:
-                        raise UserError(str(path), f"is damaged: it has not its {expected} bytes", DAMAGED_TODO)
-                    # A private (copy-on-write) map that is never written: torch warns about read-only memory.
-                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                opened = open_binary(path)
+                if os.fstat(opened.fileno()).st_size != expected:
+                    opened.close()
+                    raise UserError(str(path), f"is damaged: it has not its {expected} bytes", DAMAGED_TODO)
             except OSError as error:
                 raise UserError(str(path), f"cannot be read ({error.strerror})", DAMAGED_TODO) from None
-        return self._maps[file]
+            if len(self._opened) == MOST_OPEN:
+                self._opened.pop(next(iter(self._opened))).close()
+        self._opened[file] = opened
+        return opened
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -89,4 +103,6 @@ class CheckpointReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._maps.clear()  # a file is unmapped when the last tensor that views it is gone
+        for opened in self._opened.values():
+            opened.close()
+        self._opened.clear()

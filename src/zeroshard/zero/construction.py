@@ -107,7 +107,14 @@ class Away(Protocol):
         ...
 
 
-def placed(offload: Any, strategy: ShardingStrategy, rank: int, local_steps: object, reproducible: int | None) -> Any:
+def placed(
+    offload: Any,
+    strategy: ShardingStrategy,
+    comm: Communicator,
+    shard_size: int | None,
+    local_steps: object,
+    reproducible: int | None,
+) -> Any:
     """Return the `zeroshard.zero.offload.placement.Placement` of the settings ``offload``; None: nothing leaves.
 
     Raises:
@@ -119,7 +126,7 @@ def placed(offload: Any, strategy: ShardingStrategy, rank: int, local_steps: obj
     if not hasattr(offload, "attach"):
         raise TypeError(f"offload: {offload!r} is no Offload; give zeroshard.zero.Offload(optimizer='host')")
     others = {"local_steps": local_steps is not None, "reproducible": reproducible is not None}
-    return offload.attach(strategy, rank=rank, **others)
+    return offload.attach(strategy, rank=comm.rank, num_shards=shard_size or comm.world_size, **others)
 
 
 def build_units(

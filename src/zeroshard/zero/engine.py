@@ -130,7 +130,7 @@ class Zero(Engine):
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             others = {**checked, "offload": offload}
             told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, others)
-            away = construction.placed(offload, self.strategy, comm.rank, local_steps, reproducible)
+            away = construction.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
         groups = self.strategy.secondary_shard_size, self.precision.node_size

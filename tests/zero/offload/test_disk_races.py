@@ -19,7 +19,7 @@ from nets import Net, rows
 from zero.offload.lanes import Lanes
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
-from zeroshard.zero.offload import disk, grad_slots, host_params, on_disk, placement
+from zeroshard.zero.offload import disk, grad_slots, host_grads, host_params, on_disk, placement
 
 
 class Host(HazardDevice):
@@ -115,6 +115,8 @@ def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, pla
         frame = sys._getframe(1)
         while "zeroshard/zero/" not in frame.f_code.co_filename:
             frame = frame.f_back
+        if frame.f_code.co_qualname == "Landing.synchronize":
+            frame = frame.f_back  # whose mark it is
         site = frame.f_code.co_qualname
         if not all(lane_time <= host.host.clock[name] for name, lane_time in clock.items()):
             sites[site] += 1
@@ -140,6 +142,8 @@ def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, pla
                 with zero.micro_batch(last=micro == num_micro - 1):
                     net(rows(0, step)).float().square().mean().backward()
             zero.clip_grad_norm_(0.05)
+            if around == "reads":
+                zero.full_grads()
             if around != "skipped" or step != 2:
                 optim.step()
             optim.zero_grad()
@@ -161,15 +165,17 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
     _train(monkeypatch, stage, place, num_micro, around)
 
 
-# Functions that wait; those in a line are each other's second line. `_give_up` waits for a unit that a load has given
-# further states after it was read ahead, which is no part of this schedule.
+# Functions that wait; those in a line are each other's second line, and a wait of `Landing.synchronize` is that of who
+# called it. `_give_up` waits for a unit that a load has given further states after it was read ahead, which is no part
+# of this schedule.
 WAITS = [
     {"HostParams.master"},
     {"Executor.drain"},
     {"DiskStates._finish_reading"},
     {"DiskStates._finish_writing"},
     {"DiskStates._begin_reading"},
-    {"GradSlots._free_slot", "Landing.synchronize"},
+    {"GradSlots._free_slot"},
+    {"HostGrads.reduced"},
 ]
 OTHERS = {"DiskStates._give_up"}
 
@@ -177,8 +183,9 @@ OTHERS = {"DiskStates._give_up"}
 @pytest.mark.parametrize("removed", WAITS, ids=lambda removed: " and ".join(sorted(removed)))
 def test_each_wait_that_is_removed_is_seen(removed, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    around = "reads" if "HostGrads.reduced" in removed else ""  # of gradients that a user has read the update knows
     with pytest.raises((Hazard, RuntimeError), match="does not wait for"):
-        _train(monkeypatch, 0, "all on disk", without=removed)
+        _train(monkeypatch, 0, "all on disk", around=around, without=removed)
 
 
 def test_these_are_all_the_waits(monkeypatch, tmp_path):
@@ -186,8 +193,9 @@ def test_these_are_all_the_waits(monkeypatch, tmp_path):
     found = set()
     for place in PLACES:
         for stage in STAGES:
-            with monkeypatch.context() as patches:
-                found |= set(_train(patches, stage, place))
+            for around in ("", "reads"):
+                with monkeypatch.context() as patches:
+                    found |= set(_train(patches, stage, place, num_micro=2 if around else 1, around=around))
     assert found - OTHERS == set().union(*WAITS)
 
 
@@ -223,6 +231,32 @@ def _saved_in_mid_update(monkeypatch):
     monkeypatch.setattr(Zero, "named_shards", saved)
 
 
+def _gradients_read_before_they_are_written(monkeypatch):
+    write_input = disk.DiskStates.write_input
+
+    def begun(self, unit, *args):
+        pieces = write_input(self, unit, *args)
+        self._arriving.pop(unit)
+        return pieces
+
+    monkeypatch.setattr(disk.DiskStates, "write_input", begun)
+
+
+def _slot_of_gradients_filled_while_it_is_written(monkeypatch):
+    free_slot = grad_slots.GradSlots._free_slot
+
+    def taken(self, device):
+        self._slots = [(slot, grad_slots.Landing([])) for slot, _ in self._slots]
+        return free_slot(self, device)
+
+    monkeypatch.setattr(grad_slots.GradSlots, "_free_slot", taken)
+
+
+def _gradients_seen_while_they_arrive(monkeypatch):
+    reduced = host_grads.HostGrads.reduced
+    monkeypatch.setattr(host_grads.HostGrads, "reduced", property(lambda self: self._reduced, reduced.fset))
+
+
 PLANTED = {
     "a slot is used again before its write is done": ("disk", _slot_used_while_it_is_written),
     "an extent is read before it is written": ("disk", _read_before_it_is_written),
@@ -230,6 +264,9 @@ PLANTED = {
     "weights are gathered before they are updated": ("host", _gathered_before_the_update),
     "a checkpoint is taken in mid-update": ("host", _saved_in_mid_update),
     "a checkpoint of the file is taken in mid-update": ("disk", _saved_in_mid_update),
+    "gradients are read before they are in the file": ("all on disk", _gradients_read_before_they_are_written),
+    "a slot of gradients is filled while it is written": ("all on disk", _slot_of_gradients_filled_while_it_is_written),
+    "gradients in the file are read while they arrive": ("all on disk", _gradients_seen_while_they_arrive),
 }
 
 
@@ -238,4 +275,4 @@ def test_a_planted_mistake_is_seen(what, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     place, plant = PLANTED[what]
     with pytest.raises((Hazard, RuntimeError), match="does not wait for"):
-        _train(monkeypatch, 2, place, plant=plant)
+        _train(monkeypatch, 2, place, around="reads" if plant is _gradients_seen_while_they_arrive else "", plant=plant)

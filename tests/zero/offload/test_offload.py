@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import WIDTH, Net, muon_and_adamw, rows
+from nets import WIDTH, Net, muon_and_adamw, rows, set_values
 from zero.offload.executors import EXECUTORS, AtOnce, Late
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
@@ -173,7 +173,7 @@ def test_the_bits_are_those_without_offloading(
     monkeypatch.chdir(tmp_path)
     case = Case(world_size, stage, optimizer, bfloat16, accumulation, around)
     offload = PLACES[place]
-    if offload.weights != "device" and (stage < 3 or around == "restage"):
+    if offload.weights != "device" and (stage < 3 or world_size == 1 or around == "restage"):
         offload = replace(offload, weights="device")
     if case not in _plain:
         _plain[case] = case.run(None)
@@ -196,6 +196,28 @@ def _partly_frozen():
     for param in (*net.blocks[1].parameters(), net.last.weight):
         param.requires_grad_(False)
     return net
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with an adapter, as of PEFT."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        self.lora_A = nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + 0.5 * self.lora_B(self.lora_A(x))
+
+
+class _AdaptedNet(Net):
+    def __init__(self):
+        super().__init__(3)
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+        self.blocks = nn.ModuleList(_Adapted(block) for block in self.blocks)
+        set_values(self, 0)
 
 
 def _thaws(net, step):
@@ -234,6 +256,10 @@ NODES = {"param_dtype": torch.bfloat16, "gather": "int8", "reduce": "int8", "nod
 MEETS = {
     "tied weights": (_tied, _goes_on, _adamw, {}),
     "frozen weights": (_partly_frozen, _goes_on, _adamw, {}),
+    "adapters": (_AdaptedNet, _goes_on, _adamw, {}),
+    "adapters in bfloat16": (_AdaptedNet, _goes_on, _adamw, {"precision": MixedPrecision(torch.bfloat16)}),
+    "adapters, and int8 travels": (_AdaptedNet, _goes_on, _adamw, {"precision": MixedPrecision(gather="int8")}),
+    "adapters, and a second copy": (_AdaptedNet, _goes_on, _adamw, {"secondary_shard_size": 2}),
     "weights that are trained later": (_partly_frozen, _thaws, _adamw, {"precision": MixedPrecision(torch.bfloat16)}),
     "two optimizers": (Net, _goes_on, _two, {}),
     "whole tensors": (Net, _goes_on, lambda zero, net: muon_and_adamw(zero), {}),
@@ -370,6 +396,8 @@ def test_an_engine_refuses_what_needs_its_state_on_the_device():
             Zero(Net(2), stage, offload=offload or Offload(), **settings)
 
     refuses("offload.weights: 'host' at stage 2, which keeps whole weights", offload=Offload(weights="host"))
+    for settings in ({"comm": NullCommunicator(1)}, {"comm": NullCommunicator(2), "shard_size": 1}):
+        refuses("offload.weights: 'host' on one rank, which shards", 3, Offload(weights="host"), **settings)
     refuses("offload.grads: 'host' with reproducible", reproducible=4)
     refuses("offload.master: 'host' with local_steps", local_steps=LocalSteps(every=2), shard_size=1)
     with pytest.raises(TypeError, match=r"^offload: True is no Offload"):

@@ -21,7 +21,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.base import DONE
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.guards import collective_order
-from zeroshard.zero.offload import host_grads, host_params, placement, staging
+from zeroshard.zero.offload import disk, grad_slots, host_grads, host_params, placement, staging
 
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
@@ -74,7 +74,51 @@ class Pages:
         return torch.empty(numel, dtype=dtype)
 
 
-def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1, plant=lambda monkeypatch: None):
+class File:
+    """A rank's file for gradients, without bytes: threads write them there, and read them for an update."""
+
+    slots = ()
+
+    def __init__(self, lanes):
+        self._threads, self._inputs, self._arriving = lanes.pool(3), {}, {}
+
+    def __contains__(self, unit):
+        return unit in self._inputs
+
+    def add_input(self, unit, numel, dtype):
+        self._inputs[unit] = torch.empty(numel, dtype=dtype)
+        return self._inputs[unit]
+
+    @property
+    def input_bytes(self):
+        return [values.nbytes for values in self._inputs.values()]
+
+    def write_input(self, unit, values, after):
+        there = self._inputs[unit]
+
+        def write():
+            if after is not None:
+                after()
+            there.copy_(values[: there.nbytes].view(there.dtype))
+
+        self._arriving[unit] = [self._threads.submit(write)]
+        return self._arriving[unit]
+
+    def read(self, unit):
+        for piece in self._arriving.pop(unit, ()):
+            piece.result()
+        return [self._threads.submit(self._inputs[unit].clone).result()]
+
+    def write(self, unit):
+        """Inputs are not written back."""
+
+    expect = settle = wait = forget_pages = lambda self, *_: None
+
+
+def _train(
+    monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1, plant=lambda monkeypatch: None, frozen=False
+):
+    """``frozen``: matrices are, and after each step values are loaded into them."""
     device = Bus()
     made = streams.DeviceStreams(CUDA, device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
@@ -84,8 +128,10 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
     lanes = Lanes(device)
     lanes.patch(monkeypatch, placement)
     monkeypatch.setattr(staging, "ThreadPoolExecutor", lanes.pool)
+    monkeypatch.setattr(disk, "file_of_rank", lambda folder, rank: File(lanes))
+    monkeypatch.setattr(grad_slots, "wait", lanes.wait)
     monkeypatch.setattr(host_params, "is_set", lambda flag: flag.clone() is None)  # a read of the host, of no value
-    for module in (host_grads, host_params, staging):
+    for module in (grad_slots, host_grads, host_params, staging):
         monkeypatch.setattr(module, "Slab", Pages)
     monkeypatch.setattr(staging, "NUM_SLOTS", 2)  # fewer than units, and so a ring that goes round
     monkeypatch.setattr(staging, "LEAST_SLOT_BYTES", 64)
@@ -94,6 +140,8 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
     with FakeTensorMode():
         with CUDA:
             model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+            for part in model if frozen else ():
+                part.weight.requires_grad_(False)
         policy = MixedPrecision(torch.bfloat16 if bfloat16 else None)
         comm = Ranks(world_size, device)
         with device:
@@ -111,6 +159,9 @@ def _train(monkeypatch, stage, offload, world_size=4, bfloat16=True, num_micro=1
                     model(torch.empty(2, WIDTH, device=CUDA))  # reads weights after all that the host waits for
                 optim.step()
                 optim.zero_grad()
+                for group in (each for each in zero._runtime.groups() if not each.trained):
+                    for shard in group.shards:
+                        shard.data.fill_(1.0)
 
 
 def tensors(value):
@@ -119,10 +170,14 @@ def tensors(value):
     return [leaf for leaf in leaves if type(leaf) in plain and leaf.layout == torch.strided]
 
 
+def _away(grads, **others):
+    return Offload(grads=grads, path="states" if grads == "disk" else None, **others)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("grads", ["host", "device"])
+@pytest.mark.parametrize("grads", ["host", "device", "disk"])
 @pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
 def test_nothing_is_touched_before_what_it_must_wait_for(
     stage,
@@ -133,11 +188,19 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     guarded,  # noqa: F811
     monkeypatch,
 ):
-    _train(monkeypatch, stage, Offload(grads=grads, weights=weights), bfloat16=bfloat16, num_micro=num_micro)
+    _train(monkeypatch, stage, _away(grads, weights=weights), bfloat16=bfloat16, num_micro=num_micro)
 
 
 SLOT_BYTES = 128  # less than a unit's gradients
 BOUND = 4 * SLOT_BYTES  # two slots up and two down
+
+
+@pytest.mark.parametrize("bound", [None, BOUND])
+def test_frozen_weights_that_are_copied_up_are_loaded_once_no_copy_reads_them(bound, guarded, monkeypatch):  # noqa: F811
+    _train(monkeypatch, 3, Offload(weights="host", pinned=bound), frozen=True)
+    monkeypatch.setattr(host_params.HostTransport, "wait_for_sent", lambda self: None)
+    with pytest.raises(Hazard, match="does not wait for"):
+        _train(monkeypatch, 3, Offload(weights="host", pinned=bound), frozen=True)
 
 
 @pytest.mark.parametrize("num_micro", [1, 2])
@@ -265,6 +328,34 @@ def _update_that_does_not_wait_for_slots(monkeypatch):
     monkeypatch.setattr(staging.Landing, "synchronize", lambda self: None)
 
 
+def _slot_of_gradients_filled_at_once(monkeypatch):
+    free_slot = grad_slots.GradSlots._free_slot
+
+    def taken(self, device):
+        for _, landing in self._slots:
+            for piece in landing.pieces:
+                piece.clock = type(piece.clock)()
+        return free_slot(self, device)
+
+    monkeypatch.setattr(grad_slots.GradSlots, "_free_slot", taken)
+
+
+def _written_before_it_is_copied_down(monkeypatch):
+    write_input = File.write_input
+    monkeypatch.setattr(File, "write_input", lambda self, unit, values, after: write_input(self, unit, values, None))
+
+
+def _read_from_the_file_before_it_is_there(monkeypatch):
+    write_input = File.write_input
+
+    def begun(self, *args):
+        pieces, self._arriving = write_input(self, *args), {}
+        return pieces
+
+    monkeypatch.setattr(File, "write_input", begun)
+    monkeypatch.setattr(staging.Landing, "synchronize", lambda self: None)
+
+
 PLANTED = {
     "a gradient on the host is read before it is there": (2, "host", _landing_not_waited_for),
     "an update reads a gradient before it is there": (2, "host", _update_that_does_not_wait_for_the_landing),
@@ -279,6 +370,12 @@ PLANTED = {
     "a slot is moved before it is filled": (2, "host", _moved_before_it_is_there, BOUND),
     "an update reads a gradient before it is moved": (2, "host", _update_that_does_not_wait_for_slots, BOUND),
     "an update begins before the norm is known": (2, "host", _factor_read_at_once),
+    "a slot is filled before it is written to the file": (2, "disk", _slot_of_gradients_filled_at_once),
+    "a slot is written to the file before it is filled": (2, "disk", _written_before_it_is_copied_down),
+    "a gradient is read from the file before it is there": (2, "disk", _read_from_the_file_before_it_is_there),
+    "a gradient goes to the file before it is reduced": (2, "disk", _copied_down_before_it_is_reduced),
+    "a gradient is freed on its way to the file": (3, "disk", _freed_while_it_is_copied_down),
+    "an update of gradients in the file begins before the norm is known": (2, "disk", _factor_read_at_once),
 }
 
 
@@ -286,4 +383,4 @@ PLANTED = {
 def test_a_planted_mistake_is_seen(what, guarded, monkeypatch):  # noqa: F811
     stage, grads, plant, *bound = PLANTED[what]
     with pytest.raises((Hazard, RuntimeError), match=r"does not wait for|that others still used"):
-        _train(monkeypatch, stage, Offload(grads=grads, pinned=bound[0] if bound else None), plant=plant)
+        _train(monkeypatch, stage, _away(grads, pinned=bound[0] if bound else None), plant=plant)

@@ -38,6 +38,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from zeroshard import host_memory
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
@@ -139,7 +140,7 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
     add("kernel", operation_cases.small_operations(device))
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
-    for name, case in disks.cases(Path(disk), rank) if disk else ():
+    for name, case in disks.cases(Path(disk).expanduser(), rank) if disk else ():
         add(name, case)
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     for name, comm in made.items() if dist.is_initialized() else ():
@@ -257,6 +258,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         hook_s=max(middle["hook"] - middle["kernel"], 0.0) / amounts["hook"] if "hook" in amounts else 0.0,
         conversions=conversions.conversions_of(middle, amounts, fitted),
         device_type=device_type,
+        host_memory_bytes=host_memory.total_bytes() or 0,
     )
     for name in ("update", "bus", "disk walk", "disk gather", "disk write"):
         if name in amounts:

@@ -52,6 +52,8 @@ def changes_that_fit(planner: Planner, stages: Stages, micro_batch: int | None, 
 
 def _told(change: Change, row: Row) -> str:
     name, planner, cost = change
+    if row.fits_device and not row.fits:
+        return f"{name} would not do: {row.node_host_bytes / GIB:,.0f} GiB of host memory a node"
     if not row.fits:
         return f"{name} would not do: {row.needed_bytes / GIB:,.1f} GiB"
     off = row.offloaded

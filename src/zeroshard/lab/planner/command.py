@@ -160,7 +160,14 @@ _ALIKE = (
     ),
     *("document_mask", "headroom", "autocast"),
 )
-_OR_NONE = ("within_node", "node_copy", "reproducible", "global_batch", "seq_len")  # here 0 or empty means None
+_OR_NONE = (
+    "within_node",
+    "host_memory",
+    "node_copy",
+    "reproducible",
+    "global_batch",
+    "seq_len",
+)  # here 0 or empty means None
 
 
 def arguments(config: PlanConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from zeroshard import rules
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
+from zeroshard.sizes import parse_size
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.sections import TILES, Config, Count, LoraConfig, ModelConfig, Tiles
@@ -48,6 +49,11 @@ class PlanConfig(Config):
         "", description="Network of each GPU within a node, as --network; empty: the GPU's own links."
     )
 
+    host_memory: str = Field(
+        "",
+        description="Memory of a node's host, as 512GiB, for what leaves its GPUs; empty: as `zeroshard bench device` "
+        "found it, else unknown.",
+    )
     seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
     sequence_parallel: int = Field(
         1,
@@ -143,6 +149,8 @@ class PlanConfig(Config):
         if self.sequence_parallel > 1 and self.ask == "fewest-gpus":
             what = "fewest-gpus looks at other numbers of GPUs"
             raise UserError("sequence_parallel", what, "leave one of the two out")
+        if self.host_memory:
+            parse_size("host_memory", self.host_memory)
         if self.within_node:
             find_link(self.within_node, "within_node")
         return self

@@ -15,6 +15,7 @@ from torch import nn
 
 from zeroshard import rules
 from zeroshard.errors import UserError
+from zeroshard.host_memory import require_memory
 from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
@@ -62,6 +63,8 @@ def plan(
     shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
+    if best is None:
+        _require_host_memory(planner, rows)
     return Plan(
         workload=planner.workload,
         device=planner.device,
@@ -74,7 +77,16 @@ def plan(
             else partial(changes_that_fit, planner, stages, micro_batch, rows)
         ),
         software=planner.software,
+        host_memory_bytes=planner.host_memory_bytes,
     )
+
+
+def _require_host_memory(planner: Planner, rows: Sequence[Row]) -> None:
+    """Raise UserError if rows fit their devices, and none of them the memory of a node's host."""
+    least = min((row.node_host_bytes for row in rows if row.fits_device), default=0)
+    num_ranks = min(planner.cluster.ranks_per_node, planner.cluster.world_size)
+    field = "model.activation_checkpointing" if planner.offload is None else "offload.state"
+    require_memory(least, planner.host_memory_bytes, num_ranks, "a node", field)
 
 
 def check_wire_nodes(planner: Planner) -> None:

@@ -21,7 +21,14 @@ from zeroshard.lab.predict.workload import Workload
 HOST_BINDS = 0.95  # share of a step's time from which on the host that issues its operations is the bottleneck
 DAY_S = 86_400
 Binds = Literal[
-    "memory", "communication", "matrix products", "memory bandwidth", "kernel launches", "quantising", "host updates"
+    "memory",
+    "host memory",
+    "communication",
+    "matrix products",
+    "memory bandwidth",
+    "kernel launches",
+    "quantising",
+    "host updates",
 ]
 
 
@@ -71,7 +78,8 @@ class Row:
         process: the process's other memory, such as CUDA's context, NCCL's buffers and the allocator's fragments.
         needed_bytes: peak memory of the process, all of the above included.
         headroom_bytes: the device's memory minus ``needed_bytes``; negative if the row does not fit.
-        fits: whether enough memory stays free.
+        fits: whether enough memory stays free, and a node's host has what its ranks keep there, as far as is known.
+        fits_device: the first of both.
         timing: the times of a step.
         tokens_per_s: tokens per second of all ranks together.
         mfu: model FLOPs as a share of the device's data-sheet peak for this dtype; None if that is not known.
@@ -83,6 +91,7 @@ class Row:
         by_link: the step's collectives by operation, number of ranks and link.
         offloaded: the state that is off the device.
         host_input_bytes: of a rank's host, in which inputs of recomputed blocks wait for backward.
+        node_host_bytes: of a node's host, for what leaves its devices; of CPUs that have such, for all.
         spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
     """
 
@@ -95,6 +104,7 @@ class Row:
     needed_bytes: int
     headroom_bytes: int
     fits: bool
+    fits_device: bool
     timing: Timing = field(repr=False)
     tokens_per_s: float
     mfu: float | None
@@ -107,6 +117,7 @@ class Row:
     by_link: tuple[OnLink, ...] = field(default=(), repr=False)
     offloaded: Offloaded = field(default_factory=Offloaded)
     host_input_bytes: int = 0
+    node_host_bytes: int = 0
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:
@@ -143,6 +154,7 @@ class Row:
             },
             **({"offload": self._off_the_device()} if self.offloaded.fraction else {}),
             **({"host_input_bytes": self.host_input_bytes} if self.host_input_bytes else {}),
+            **({"node_host_bytes": self.node_host_bytes} if self.node_host_bytes else {}),
             **({"outer_steps": asdict(self.outer_steps)} if self.outer_steps.every > 1 else {}),
             "step_s": self.timing.step_s,
             "compute_s": self.timing.compute_s,
@@ -168,6 +180,7 @@ class Plan:
             row fits.
         advise: makes `advice`.
         software: the kernels that compute.
+        host_memory_bytes: of a node's host; None: not known.
     """
 
     workload: Workload = field(repr=False)
@@ -177,6 +190,7 @@ class Plan:
     best: Row | None
     advise: Callable[[], str] = field(repr=False, compare=False)
     software: Software = field(default_factory=Software)
+    host_memory_bytes: int | None = None
 
     @cached_property
     def advice(self) -> str:
@@ -217,6 +231,7 @@ class Plan:
             "gpus": self.num_gpus,
             "gpus_per_node": self.cluster.ranks_per_node,
             "gpu": {"name": self.device.name, "memory_bytes": self.device.memory_bytes, "source": self.device.source},
+            "host_memory_bytes": self.host_memory_bytes,
             "within_node": _link_dict(self.cluster.within),
             "between_nodes": _link_dict(self.cluster.between),
             "rows": [row.as_dict() for row in self.rows],

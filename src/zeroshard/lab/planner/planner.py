@@ -18,6 +18,7 @@ from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.memory import file_parts, host_bytes
 from zeroshard.lab.predict.offload import (
     UnitTimes,
+    frozen_s,
     hidden_units,
     host_rates,
     least_away,
@@ -57,6 +58,7 @@ class Planner:
         reproducible: as `zeroshard.Zero` takes it, of parts of rows where ranks share them; 0: None.
         offload: which state leaves the device; None: none does. At stages that do not shard weights these stay. If its
             fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
+        host_memory_bytes: of a node; None: not known.
     """
 
     workload: Workload
@@ -71,6 +73,7 @@ class Planner:
     node_copy: int = 0
     reproducible: int = 0
     offload: Offload | None = None
+    host_memory_bytes: int | None = None
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
@@ -107,7 +110,13 @@ class Planner:
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
         needed = step.peak.total + process.total + outer_steps.outer_bytes
         left = self.device.memory_bytes - needed
-        fits = left >= self.headroom * self.device.memory_bytes
+        host_input_bytes = self.workload.host_input_bytes(micro_batch)
+        on_host = offloaded.host_bytes + host_input_bytes
+        if on_host and self.device.device_type == "cpu":  # whose memory is that of the host
+            on_host = needed
+        node_bytes = on_host * min(self.cluster.ranks_per_node, world_size)
+        lacks_host = self.host_memory_bytes is not None and node_bytes > self.host_memory_bytes
+        fits_device = left >= self.headroom * self.device.memory_bytes
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
         peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
         mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
@@ -120,11 +129,12 @@ class Planner:
             process=process,
             needed_bytes=needed,
             headroom_bytes=left,
-            fits=fits,
+            fits=fits_device and not lacks_host,
+            fits_device=fits_device,
             timing=timing,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
-            binds=bottleneck(timing, fits=fits),
+            binds="host memory" if fits_device and lacks_host else bottleneck(timing, fits=fits_device),
             spread=spread(self.device),
             outer_steps=outer_steps,
             padding=padding_of(buffers),
@@ -132,7 +142,8 @@ class Planner:
             node_size=node_size,
             by_link=bytes_by_link(step, self.cluster),
             offloaded=offloaded,
-            host_input_bytes=self.workload.host_input_bytes(micro_batch),
+            host_input_bytes=host_input_bytes,
+            node_host_bytes=node_bytes,
         )
 
     def _row_of_fraction(
@@ -150,7 +161,7 @@ class Planner:
         def fits(num_away: int) -> bool:
             fixed = replace(offload, fraction=share_of(buffers, num_away))
             rows[num_away] = replace(self, offload=fixed).row(stage, micro_batch, shard_size)
-            return rows[num_away].fits
+            return rows[num_away].fits_device
 
         hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
         return rows[least_away(hidden, num_units, fits)]
@@ -173,13 +184,15 @@ class Planner:
         trace = self.workload.trace(micro_batch, self.device.device_type)
         state, whole_state = self.workload.states
         how = {"whole_optimizer": whole_state, "precision": settings.precision}
+        rates = host_rates(self.device, 1)
+        streamed_s = frozen_s(buffers, offload, settings, rates)
         return Offloaded(
             offload.fraction if offload.fraction != "auto" else 1.0,
             host_bytes(step.before_update),
             pinned_bytes(buffers, offload, settings),
             min(self.cluster.ranks_per_node, self.cluster.world_size),
-            waiting_s(times, buffers, offload, trace, self.device, max(self.num_micro(micro_batch), 1)),
-            measured=host_rates(self.device, 1).measured,
+            waiting_s(times, buffers, offload, trace, self.device, max(self.num_micro(micro_batch), 1), streamed_s),
+            measured=rates.measured,
             has_disk_rates=self.device.disk_walk_bytes_per_s > 0,
             file_bytes=sum(file_parts(buffers, settings.strategy, settings.rank, state, offload, **how)),
         )
@@ -250,12 +263,12 @@ class Planner:
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
             reproducible=self.reproducible or None,
-            offload=self.offload_at(strategy),
+            offload=self.offload_at(strategy, num_shards),
         )
 
-    def offload_at(self, strategy: ShardingStrategy) -> Offload | None:
-        """What leaves the device at a stage: weights only if they are sharded."""
-        if self.offload is None or strategy.params is SHARD:
+    def offload_at(self, strategy: ShardingStrategy, num_shards: int) -> Offload | None:
+        """What leaves the device at a stage: weights only if several ranks shard them."""
+        if self.offload is None or (strategy.params is SHARD and num_shards > 1):
             return self.offload
         return replace(self.offload, weights="device")
 
@@ -314,4 +327,5 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.node_copy or 0,
         (asked.reproducible or 0) * asked.sequence_parallel,
         asked.offload,
+        asked.host_memory_bytes,
     )

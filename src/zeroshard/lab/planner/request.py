@@ -22,6 +22,7 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
+from zeroshard.sizes import parse_size
 from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision, Offload
 
@@ -38,6 +39,8 @@ class Given(TypedDict, total=False):
         network: each GPU's link to other nodes: a bandwidth with its unit, a row of `LINKS`, or a `Link`.
         within_node: the link between a node's GPUs, in the same forms; None: the GPU's own, or the measured one.
         gpus_per_node: GPUs of a full node.
+        host_memory: memory of a node's host, for what its ranks keep off their devices: a text such as ``512GiB``;
+            None: that of the machine on which a file of `zeroshard bench device` was written, else unknown.
         node_copy: number of a node's ranks that share a second copy of stage 3's weights, the ``secondary_shard_size``
             of `zeroshard.Zero`; None: there is none. Stages with unsharded weights ignore it.
         global_batch: rows of a step over all ranks, by gradient accumulation; None: one micro-batch per rank.
@@ -72,6 +75,7 @@ class Given(TypedDict, total=False):
     network: str | Link
     within_node: str | Link | None
     gpus_per_node: int
+    host_memory: str | None
     node_copy: int | None
     reproducible: int | None
     global_batch: int | None
@@ -113,6 +117,7 @@ class Request:
     network: str | Link = "400Gbit/s"
     within_node: str | Link | None = None
     gpus_per_node: int = 8
+    host_memory: str | None = None
     node_copy: int | None = None
     reproducible: int | None = None
     global_batch: int | None = None
@@ -156,6 +161,13 @@ class Request:
         if isinstance(self.gpu, Calibration):
             return self.gpu
         return Calibration(self.gpu) if isinstance(self.gpu, Device) else find_device(self.gpu)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """``host_memory`` in bytes; None: nobody knows."""
+        if self.host_memory is not None:
+            return parse_size("host_memory", self.host_memory)
+        return self.calibration.device.host_memory_bytes or None
 
     @property
     def who_computes(self) -> Choice:

@@ -18,7 +18,7 @@ from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calib
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState, ema_bytes, file_parts, state_bytes
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.lab.predict.offload import host_rates, unit_times, waiting_s
+from zeroshard.lab.predict.offload import frozen_s, host_rates, unit_times, waiting_s
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.process_memory import comm_buffer_bytes
 from zeroshard.lab.predict.step import Settings, Step, step_of
@@ -173,7 +173,8 @@ def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Devi
     trace = _trace(job.model, job.micro_batch_size, job.seq_len, settings, job.sequence_parallel)
     rates = host_rates(device, job.ranks_per_node)
     times = unit_times(trace, buffers, OPTIMIZER_STATES[job.optimizer], settings, device, rates)
-    return waiting_s(times, buffers, job.offload, trace, device, job.num_micro)
+    streamed_s = frozen_s(buffers, job.offload, settings, rates)
+    return waiting_s(times, buffers, job.offload, trace, device, job.num_micro, streamed_s)
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:

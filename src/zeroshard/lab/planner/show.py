@@ -45,7 +45,8 @@ def notes(plan: Plan) -> list[str]:
             "`zeroshard train` computes with 16-bit weights; `torch.autocast` around `Zero` is for your own loop."
         )
     found += stage_zero_note(plan.workload.precision, plan.rows)
-    found += _off_the_device(plan.best or min(plan.rows, key=lambda row: row.needed_bytes, default=None))
+    shown = plan.best or min(plan.rows, key=lambda row: row.needed_bytes, default=None)
+    found += [] if shown is None else _off_the_device(shown, plan.host_memory_bytes)
     worst = max((row.padding for row in plan.rows), default=1.0)
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
@@ -61,27 +62,30 @@ def notes(plan: Plan) -> list[str]:
     return found
 
 
-def _off_the_device(row: Row | None) -> list[str]:
+def _off_the_device(row: Row, host_memory_bytes: int | None) -> list[str]:
     """Sentences on what is off the device in a row: where it is, and what the step waits for it."""
-    if row is None:
-        return []
     num_bytes = row.host_input_bytes
     inputs = [f"Inputs of blocks wait on the host: {size(num_bytes)} of its memory a rank."] if num_bytes else []
-    return inputs + _state_off_the_device(row)
+    state = _state_off_the_device(row)
+    if not inputs + state:
+        return []
+    on_node = f"In all that is {size(row.node_host_bytes)} of a node's host"
+    if host_memory_bytes is None:
+        return [*inputs, *state, f"{on_node}; --host-memory says how much it has."]
+    return [*inputs, *state, f"{on_node}, which has {size(host_memory_bytes)}."]
 
 
 def _state_off_the_device(row: Row) -> list[str]:
     if not row.offloaded.fraction:
         return []
     off = row.offloaded
-    node = f", {size(off.host_bytes * off.ranks_per_node)} a node" if off.ranks_per_node > 1 else ""
     pinned = f", {size(off.pinned_bytes)} of it page-locked" if off.pinned_bytes else ""
     whose = "as measured" if off.measured else "a round figure until `zeroshard bench device` has measured the host"
     share = f"{off.fraction:.0%} of the state is off the device" if off.fraction < 1 else "All state is off the device"
     waits = (
         f"a step waits {seconds(off.waiting_s)} for updates by the host" if off.waiting_s else "no step waits for it"
     )
-    found = [f"{share}: {size(off.host_bytes)} of host memory a rank{node}{pinned}; {waits} ({whose})."]
+    found = [f"{share}: {size(off.host_bytes)} of host memory a rank{pinned}; {waits} ({whose})."]
     if off.file_bytes:
         written = f"{off.written_bytes_per_day(row.timing.step_s) / 2**40:,.1f} TiB"
         rate = size(2 * off.file_bytes * off.ranks_per_node / row.timing.step_s) if row.timing.step_s else "0 B"

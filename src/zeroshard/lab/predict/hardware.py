@@ -242,6 +242,7 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     facts = [device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()]
     rates = [device.update_bytes_per_s, device.bus_bytes_per_s, device.disk_walk_bytes_per_s]
     rates += [device.disk_gather_bytes_per_s, device.disk_write_bytes_per_s]
+    rates += [device.host_memory_bytes]
     facts += [rate for rate in rates if rate != 0]  # 0: not measured
     facts += [device.matmul_share, device.attention_share, device.memory_share, device.in_step]
     times = [device.kernel_s, device.gelu_s, device.hook_s, *itertools.chain.from_iterable(device.conversions.values())]

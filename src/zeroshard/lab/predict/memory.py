@@ -15,8 +15,9 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 
 State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
 master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
-host; ``weights="disk"`` has none. What is in a rank's file is no memory; that through which it goes is `SLOTS`: up to
-three times the largest unit's part of the file, and up to twice its gradients there.
+host; ``weights="disk"`` has none. Then, and where weights are streamed, a shard of frozen weights is on the host too.
+What is in a rank's file is no memory; that through which it goes is `SLOTS`: up to three times the largest unit's part
+of the file, and up to twice its gradients there.
 
 If an optimizer needs every tensor complete on one rank, S is the longest shard, and P may be much larger than N.
 
@@ -205,7 +206,7 @@ def state_bytes(
         offload: which state is off the device; None: none is.
     """
     precision, buffers = precision or MixedPrecision(), list(buffers)
-    away = buffers_away(buffers, offload)
+    away, streamed = buffers_away(buffers, offload), frozen_on_host(buffers, strategy, offload)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     if offload is not None:
         total |= dict.fromkeys(_categories_away(offload), 0)
@@ -230,6 +231,10 @@ def state_bytes(
                 total[category] += num_bytes
             continue
         weights, masters = _weight_bytes(buffer, strategy, rank, precision)
+        if buffer.name in streamed:
+            on_host = buffer.layout.own_numel(rank) * precision.compute_dtype(buffer.dtype).itemsize
+            total[HOST["params"]] += on_host
+            weights -= on_host
         total["params"] += weights
         total["master"] += masters
         if buffer.trained:
@@ -245,14 +250,25 @@ def state_bytes(
 
 def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
     """Names of the buffers whose state is off the device: trained ones of the last units of the forward."""
-    if offload is None:
+    units = _units_away(buffers, offload)
+    return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
+
+
+def frozen_on_host(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
+    """Names of the buffers of frozen weights of which a rank's shard is on the host, from where gathers copy it up."""
+    if offload is None or offload.weights == "device" or strategy.params is not SHARD:
         return frozenset()
+    units = _units_away(buffers, offload)
+    frozen = (buffer for buffer in buffers if not buffer.trained and buffer.layout.world_size > 1)
+    return frozenset(buffer.name for buffer in frozen if buffer.unit in units)
+
+
+def _units_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
     numels: dict[str, int] = {}
     for buffer in buffers:
         numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
-    num_away = offload.units_away(list(numels.values()))
-    units = set(list(numels)[len(numels) - num_away :])
-    return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
+    num_away = 0 if offload is None else offload.units_away(list(numels.values()))
+    return frozenset(list(numels)[len(numels) - num_away :])
 
 
 def on_disk(offload: Offload | None) -> bool:

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS
-from zeroshard.lab.predict.memory import OptimizerState, buffers_away, on_disk
+from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on_host, on_disk
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
@@ -232,12 +232,13 @@ def waiting_s(
     trace: Trace,
     device: Device,
     num_micro: int = 1,
+    frozen_s: float = 0.0,
 ) -> float:
     """Seconds for which a step waits for the state that ``offload`` takes off the device.
 
-    Weights that are streamed cross the bus once more for each forward and each backward of the step, which hides as
-    much of that as it lasts. Weights that gathers read from the file are read by the thread that computes: for the
-    forward and the backward of each of ``num_micro`` micro-batches.
+    Weights that are streamed, frozen ones in ``frozen_s``, cross the bus once more for each forward and each backward
+    of the step, which hides as much of that as it lasts. Weights that gathers read from the file are read by the thread
+    that computes: for the forward and the backward of each of ``num_micro`` micro-batches.
     """
     away = buffers_away(buffers, offload)
     units = {buffer.unit for buffer in buffers if buffer.name in away}
@@ -245,12 +246,25 @@ def waiting_s(
     seconds = exposed_s(here, same_cores=device.device_type == "cpu")
     if offload.weights == "disk":
         seconds += 2 * num_micro * sum(unit.gather_s for unit in here)
-    if offload.weights == "host" and here:
+    streamed_s = frozen_s + (sum(unit.up_s for unit in here) if offload.weights == "host" else 0.0)
+    if streamed_s:
         passes = unit_seconds(trace, device)
         forward_s, backward_s = max(before for before, _ in passes.values()), max(left for _, left in passes.values())
-        streamed_s = sum(unit.up_s for unit in here)
         seconds += max(streamed_s - forward_s, 0.0) + max(streamed_s - backward_s, 0.0)
     return seconds
+
+
+def frozen_s(buffers: Sequence[Buffer], offload: Offload, settings: Settings, rates: HostRates) -> float:
+    """Seconds in which the shards of frozen weights that are on the host are copied up once."""
+    names = frozen_on_host(buffers, settings.strategy, offload)
+    return sum(_shard_bytes(buffer, settings) for buffer in buffers if buffer.name in names) / rates.bus_bytes_per_s
+
+
+def _shard_bytes(buffer: Buffer, settings: Settings) -> int:
+    """Bytes of a rank's shard of the weights in the compute dtype."""
+    layout = buffer.layout
+    numel = layout.own_numel(settings.rank) if settings.strategy.optim is SHARD else layout.padded_numel
+    return numel * settings.precision.compute_dtype(buffer.dtype).itemsize
 
 
 def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
@@ -276,9 +290,8 @@ def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings
     shards = settings.strategy.optim is SHARD
     chosen = [buffer for buffer in buffers if buffer.name in away]
     numels = [b.layout.own_numel(settings.rank) if shards else b.layout.padded_numel for b in chosen]
-    wanted: list[int] = []
-    if offload.weights == "host":
-        wanted += [room(n * precision.compute_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)]
+    sent = {*frozen_on_host(buffers, settings.strategy, offload), *(away if offload.weights == "host" else ())}
+    wanted = [room(_shard_bytes(buffer, settings)) for buffer in buffers if buffer.name in sent]
     wanted += [room(n * precision.reduced_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)][::-1]
     slot_bytes, through_slots = locked_slot_bytes(offload.pinned_bytes), False
     left = math.inf

@@ -205,7 +205,7 @@ def sharded(
         secondary_shard_size=config.node_copy or None,
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.num_exact_terms or None,
-        offload=offload(config, strategy_entry(config.strategy).stage),
+        offload=offload(config, strategy_entry(config.strategy).stage, comm.world_size),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -250,9 +250,10 @@ def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
     )
 
 
-def offload(config: TrainConfig, stage: int) -> Offload | None:
+def offload(config: TrainConfig, stage: int, world_size: int) -> Offload | None:
     """Which state leaves the device at a stage; None: none does."""
-    how = {"shards_weights": STAGES[stage].params is SHARD, "exact_sums": config.reproducible > 0}
+    shards = STAGES[stage].params is SHARD and (config.shard_size or world_size) > 1
+    how = {"shards_weights": shards, "exact_sums": config.reproducible > 0}
     return offload_of(config.offload, Path(config.out), **how)
 
 

@@ -184,6 +184,6 @@ def job_of(
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.num_exact_terms or None,
         sequence_parallel=config.sequence_parallel,
-        offload=offload(config, stage),
+        offload=offload(config, stage, comm.world_size),
         optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
     )

@@ -15,6 +15,7 @@ from zeroshard import host_memory
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, by_rank, first_rank_does, largest, of_first_rank, send_bytes
 from zeroshard.errors import UserError
+from zeroshard.host_memory import GIB
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
@@ -24,7 +25,6 @@ from zeroshard.train.records.records import in_memory
 from zeroshard.train.setup.auto import HEADROOM, PLANNED, job_of, num_free_bytes
 from zeroshard.zero.offload.disk import left_behind
 
-GIB = 2**30
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
 
 
@@ -85,13 +85,8 @@ def require_host_memory(comm: Communicator, num_bytes: int, neighbours: Sequence
     """
     of_ranks = by_rank(comm, num_bytes)
     with agreement(comm, phase="accounting for memory of the hosts"):
-        total, has = sum(of_ranks[rank] for rank in neighbours), host_memory.total_bytes()
-        if has is not None and total > has:
-            ranks = "1 rank keeps" if len(neighbours) == 1 else f"{len(neighbours)} ranks keep"
-            what = f"{ranks} {total / GIB:,.2f} GiB in memory of {socket.gethostname()}, which has {has / GIB:,.2f} GiB"
-            raise UserError(
-                "offload.state", what, "give a smaller --offload.fraction, use more machines, or fewer ranks"
-            )
+        total = sum(of_ranks[rank] for rank in neighbours)
+        host_memory.require_memory(total, host_memory.total_bytes(), len(neighbours), socket.gethostname())
 
 
 def require_room(comm: Communicator, num_bytes: int, folder: Path, neighbours: Sequence[int]) -> None:

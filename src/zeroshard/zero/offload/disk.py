@@ -255,17 +255,17 @@ class DiskStates:
         _, pages = self._add(unit, ((numel, dtype),), is_input=True)
         return torch.frombuffer(pages, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
-    def write_input(self, unit: Hashable, values: memoryview, after: Callable[[], None] | None) -> list[Future[None]]:
+    def write_input(self, unit: Hashable, values: Tensor, after: Callable[[], None] | None) -> list[Future[None]]:
         """Begin to write a unit's input; any thread may call it, while no walk is about to read the unit.
 
         Args:
             unit: its last tensor of `add_input` is written.
-            values: all bytes of its extent, in pages of their own; they may change once what is returned is over.
+            values: ``[extent_bytes]``, uint8, in pages of their own; they may change once what is returned is over.
             after: waits until they are there; None: they are.
         """
         extent = next(extent for extent in reversed(self._units[unit]) if extent.is_input)
-        cuts = range(0, extent.num_bytes, PIECE_BYTES)
-        parts = [(values[at : min(at + PIECE_BYTES, extent.num_bytes)], extent.start + at) for at in cuts]
+        cuts, content = range(0, extent.num_bytes, PIECE_BYTES), memoryview(values.numpy())
+        parts = [(content[at : min(at + PIECE_BYTES, extent.num_bytes)], extent.start + at) for at in cuts]
         pieces = [self._threads.submit(_write_after, after, self._file, self.path, *part) for part in parts]
         self._arriving[unit] = pieces
         self.bytes_written += extent.num_bytes
@@ -334,8 +334,11 @@ class DiskStates:
             pages.madvise(mmap.MADV_WILLNEED)
 
     def forget_pages(self, unit: Hashable) -> None:
-        """Let the kernel have the memory of what was read through views of a unit; any thread may call it."""
-        for extent in self._units[unit]:
+        """Let the kernel have the memory of what was read or written through views of a unit; any thread may call it.
+
+        Values that were written stay, in the kernel's cache or in the file.
+        """
+        for extent in self._units.get(unit, ()):
             self._drop_pages(extent)
 
     def wait(self, unit: Hashable) -> None:

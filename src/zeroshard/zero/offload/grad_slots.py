@@ -49,9 +49,7 @@ class GradSlots:
             copied = streams.mark()
         if copied is not None:
             self._staging.leaves(values, copied)
-        landing = Landing(
-            self._file.write_input(unit, memoryview(slot.numpy()), None if copied is None else copied.synchronize)
-        )
+        landing = Landing(self._file.write_input(unit, slot, None if copied is None else copied.synchronize))
         self._slots = [*self._slots, (slot, landing)]  # another list, as accounts of another thread may read this one
         return landing
 

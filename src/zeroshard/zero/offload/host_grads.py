@@ -97,7 +97,8 @@ class HostGrads(FlatGrads):
 
         An update of gradients in the file multiplies its copy of them. So the factor stays, for who asks later.
         """
-        factor, reduced, landing, stored = self._factor, self._reduced, self._landing, self._stored
+        factor, reduced, stored = self._factor, self._reduced, self._stored
+        landing = self._landing if stored is None else None  # a read of the file waits for what is written there
         if stored is None:
             self._factor = None
 

@@ -1,5 +1,7 @@
 """Weights whose master is on the host: `HostParams`, and how their shards come to the device, `HostTransport`.
 
+Frozen weights have no master. Where weights are streamed, `FrozenOnHost` has their shards of stage 3 on the host alone.
+
 master    fp32, on the host; the update changes it there
   | cast on the host, one copy up after each step, by the thread that updates
 shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather,
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.changed_values import bit_sums
-from zeroshard.comm import Work
+from zeroshard.comm import Work, empty_for
 from zeroshard.comm.base import DONE
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.slab import Slab, room
@@ -149,6 +151,34 @@ class HostParams(FlatParams):
         return super()._written().to(HOST)
 
 
+class FrozenOnHost(FlatParams):
+    """Frozen weights of which this rank's shard is on the host, in the compute dtype, and copied up for each gather.
+
+    ``staging``: says whether it may be page-locked.
+    """
+
+    transport: HostTransport
+
+    def __init__(self, *args: Any, staging: Staging, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        there, num_bytes = self.master, room(self.master.nbytes)
+        slab = Slab(num_bytes, device=self.full.device, pinned=staging.pins(num_bytes))
+        self.master = slab.take(there.numel(), there.dtype).copy_(there)
+        self.transport.stream(self.master)
+
+    def come_back(self) -> None:
+        """Bring the shard to the device for good, as it is to be trained there."""
+        self.transport.wait_for_sent()
+        there = empty_for(self.comm, self.master.numel(), self.master.dtype, self.full.device)
+        self.master, self.transport = there.copy_(self.master), self.transport.inner  # ty: ignore[invalid-assignment]
+        self._written_at = self._streams.mark()
+
+    def _written(self) -> Tensor:
+        if isinstance(self.transport, HostTransport):
+            self.transport.wait_for_sent()
+        return super()._written().to(self.master.device)
+
+
 def is_here(weights: Tensor) -> bool:
     """Whether the host can compare weights without waiting for a device."""
     return weights.device == HOST
@@ -165,7 +195,8 @@ class HostTransport(WeightTransport):
     Args:
         inner: that transport.
         facts: of the buffer.
-        place: of the shard in the compute dtype at stage 3: ``"device"``, ``"host"`` or ``"disk"``.
+        place: of the shard in the compute dtype at stage 3: ``"device"``, ``"host"`` or ``"disk"``; ``"master"``: it is
+            the master itself, see `stream`.
         staging: page-locked memory for what is copied up.
 
     Attributes:
@@ -174,7 +205,7 @@ class HostTransport(WeightTransport):
 
     def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
         super().__init__(inner.comm, inner.layout)
-        self._inner, self._staging = inner, staging
+        self.inner, self._staging = inner, staging
         self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
         self._shard: Tensor | None = None  # of stage 3, in the compute dtype
         self._is_outdated = True
@@ -182,8 +213,9 @@ class HostTransport(WeightTransport):
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._cast_at: Mark = None  # behind its copy to a GPU
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
-        self.reads_master = facts.strategy.params is SHARD and inner.comm.world_size > 1 and place == "disk"
-        if facts.strategy.params is SHARD and inner.comm.world_size > 1 and inner.form is None and place != "disk":
+        shards = facts.strategy.params is SHARD and inner.comm.world_size > 1
+        self.reads_master = shards and place == "disk"
+        if shards and inner.form is None and place in ("device", "host"):
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if place == "host":
                 num_bytes = room(numel * dtype.itemsize)
@@ -197,28 +229,28 @@ class HostTransport(WeightTransport):
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""
         own, is_cast = full[self._own], self._take_cast(self._staging.streams)
         if self.form is not None:  # it is the wide values that are encoded
-            self._inner.prepare(full, master.to(full.device), changed=changed)
+            self.inner.prepare(full, master.to(full.device), changed=changed)
             return
         if self._shard is None:
             if changed and not is_cast:
                 self._staging.copy(own, master)
         elif self._is_outdated and not is_cast:
-            self._wait_for_sent()
+            self.wait_for_sent()
             self._staging.copy(self._shard, master)
         self._is_outdated = False
-        if self.on_host:
-            own.copy_(self.on_host[0], non_blocking=True)
+        if self._shard is not None and self.on_host:
+            own.copy_(self._shard, non_blocking=True)
             self._sent_at = self._staging.streams.mark()
         sent = own if self._shard is None or self.on_host else self._shard
-        self._inner.prepare(full, sent, changed=False)
+        self.inner.prepare(full, sent, changed=False)
 
     def start(self, full: Tensor) -> Work:
         """Issue the collective."""
-        return self._inner.start(full)
+        return self.inner.start(full)
 
     def finish(self, full: Tensor) -> bool:
         """Complete ``full``."""
-        return self._inner.finish(full)
+        return self.inner.finish(full)
 
     def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
         """Copy ``master``, which is not sharded, to ``full``, on a GPU on the stream ``copy_in``."""
@@ -232,7 +264,7 @@ class HostTransport(WeightTransport):
     def invalidate(self) -> None:
         """Record that master weights have changed, on every rank."""
         self._is_outdated, self._is_cast = True, False
-        self._inner.invalidate()
+        self.inner.invalidate()
 
     def take_update(self, full: Tensor | None, master: Tensor, streams: Streams, after: Mark) -> None:
         """Cast the result of an update, on its thread, to where the next gather, which waits for it, needs it.
@@ -251,7 +283,7 @@ class HostTransport(WeightTransport):
         if target is None:
             return
         if target.device == HOST:
-            self._wait_for_sent()
+            self.wait_for_sent()
             target.copy_(master)
         else:
             with streams.on("to_device", after):
@@ -259,7 +291,14 @@ class HostTransport(WeightTransport):
                 self._cast_at = streams.mark()
         self._is_cast = True
 
-    def _wait_for_sent(self) -> None:
+    def stream(self, shard: Tensor) -> None:
+        """Have each gather copy up ``shard``, the master itself, on the host and in the compute dtype."""
+        self.on_host = [shard]
+        if self.form is None:
+            self._shard = shard
+
+    def wait_for_sent(self) -> None:
+        """Wait until the host may write a shard that is streamed."""
         if self._sent_at is not None:
             self._sent_at.synchronize()  # the host would write what the device has not read
 
@@ -272,6 +311,6 @@ class HostTransport(WeightTransport):
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As the transport that gathers."""
-        take_written(self._inner, master, written)
+        take_written(self.inner, master, written)
 
     on_host: list[Tensor] = []  # noqa: RUF012 -- replaced, never changed

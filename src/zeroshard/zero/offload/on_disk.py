@@ -95,7 +95,7 @@ class UnitOnDisk:
         self.file.will_read(self)
 
     def read_through(self) -> None:
-        """Let go of the memory of what was read through views of the file."""
+        """Let go of the memory of what was read or written through views of the file."""
         self.file.forget_pages(self)
 
     def wait(self) -> None:

@@ -22,13 +22,14 @@ from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import BufferFacts, Members
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
+from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.units import Named
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.executor import Executor, Job, Update
 from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.host_grads import HostGrads
-from zeroshard.zero.offload.host_params import HostParams, HostTransport
+from zeroshard.zero.offload.host_params import FrozenOnHost, HostParams, HostTransport
 from zeroshard.zero.offload.on_disk import DiskOperands, UnitOnDisk
 from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.offload.staging import Staging
@@ -104,6 +105,47 @@ class HostGroup(FlatGroup):
         self.update.then(partial(_drop_grads, hidden))
 
 
+class FrozenGroup(FlatGroup):
+    """A group of frozen weights, whose shards of stage 3 are on the host until it is trained."""
+
+    def __init__(self, *args: Any, members: HostMembers, **kwargs: Any) -> None:
+        self._at = members
+        super().__init__(*args, members=members, **kwargs)
+
+    def _weights(
+        self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
+    ) -> FlatParams:
+        if not frozen or facts.strategy.params is not SHARD or facts.rank_groups.shard_group.world_size == 1:
+            return super()._weights(facts, params, init, transport, frozen=frozen)
+        settings = facts.strategy, facts.rank_groups, facts.precision, init, facts.layout
+        host = HostTransport(transport, facts, place="master", staging=self._at.staging)
+        return FrozenOnHost(facts.name, params, *settings, host, frozen=True, staging=self._at.staging)
+
+    @property
+    def master_category(self) -> str:
+        """``host_params`` of a shard that is on the host."""
+        return "host_params" if isinstance(self.params.transport, HostTransport) else super().master_category
+
+    def unfreeze(self) -> None:
+        """Prepare for training, on the device."""
+        if isinstance(self.params, FrozenOnHost) and isinstance(self.params.transport, HostTransport):
+            self.params.come_back()
+            for piece, shard in zip(self.params.pieces, self._shards, strict=True):
+                shard.data = self.params.piece_of_master(piece)
+        super().unfreeze()
+
+    @property
+    def shards(self) -> list[nn.Parameter]:  # an attribute of `Group`, which waits here
+        """The pieces, which a load may write: no copy up reads them any more."""
+        if isinstance(self.params.transport, HostTransport):
+            self.params.transport.wait_for_sent()
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: list[nn.Parameter]) -> None:
+        self._shards = shards
+
+
 def _drop_grads(pieces: Sequence[nn.Parameter]) -> None:
     for piece in pieces:
         piece.grad = None
@@ -133,8 +175,10 @@ class HostMembers(Members):
         return self._others.reducer(buffer)
 
     def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
-        """Parameters that are frozen at first have no state to keep elsewhere."""
-        return HostGroup if any(param.requires_grad for _, param in params) else None
+        """Parameters that are frozen at first have no state to keep elsewhere, and their weights may be streamed."""
+        if any(param.requires_grad for _, param in params):
+            return HostGroup
+        return None if self.settings.weights == "device" else FrozenGroup
 
 
 class Placement(Observer):
@@ -205,7 +249,8 @@ class Placement(Observer):
     @property
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
         """The shards of weights that are on the host."""
-        found = [(group.params.name, group.params.transport) for group in self._groups()]
+        assert self._runtime is not None
+        found = [(group.params.name, group.params.transport) for group in self._runtime.groups()]
         return [(name, tensor) for name, of in found if isinstance(of, HostTransport) for tensor in of.on_host]
 
     # -- updates after `step()` -----------------------------------------------------------------------------------
@@ -253,6 +298,12 @@ class Placement(Observer):
     def states(self, content: defaultdict[Any, Any]) -> defaultdict[Any, Any]:
         """Return an optimizer's states, which from now on wait for updates when they are read."""
         return content if isinstance(content, States) else States(content, self.executor)
+
+    def loaded(self, optimizer: Any, group: FlatGroup) -> None:
+        """Move states that were just loaded to the file, if they are to be there."""
+        if isinstance(group, HostGroup) and group.stored is not None:
+            group.stored.keep(optimizer, group.shards_now)
+            group.stored.read_through()
 
 
 class Slots(Observer):

@@ -6,16 +6,20 @@ The replacements are attributes of the instance: its type stays exactly the user
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from itertools import chain
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.torch_internals import hooks_of, without_load_hooks
 from zeroshard.uncompiled import uncompiled
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.optimizer import State
+from zeroshard.zero.optimizers.operands import Lists, is_called_by_unit
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
@@ -127,22 +131,78 @@ def _load_state_dict(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any
     for hook in hooks_of(optimizer, "load_state_dict_pre").values():
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
-    load_pieces(piecewise, cut_into_pieces(piecewise, state_dict))
+    cut = cut_into_pieces(piecewise, state_dict)
+    load = StateLoad(piecewise, cut.settings, cut.others)
+    for group in piecewise.slots:
+        load.take(group, cut.states)
+    load.end()
 
 
-def load_pieces(piecewise: PiecewiseOptimizer, state_dict: dict[str, Any]) -> None:
-    """Load by the class's own `load_state_dict`, which knows the dtype and device of each kind of state.
+class StateLoad:
+    """A load of states into an optimizer over pieces, a unit at a time: so states that leave need memory for one unit.
+
+    The class's own `load_state_dict` knows the dtype and device of each kind of state. It is called for each unit, or
+    if the class may not be called so, for all of them at the end.
 
     Args:
         piecewise: the optimizer that loads.
-        state_dict: a state of this rank's pieces, numbered in their order.
+        settings: of each of its param groups, which the class loads; None: they do not change.
+        others: states of no parameter.
     """
-    optimizer = piecewise.optimizer
-    try:
-        with without_load_hooks(optimizer), piecewise.at_pieces():
-            type(optimizer).load_state_dict(optimizer, state_dict)
-    finally:
-        _tell_where_states_are(piecewise)  # torch has put in another dict
-    if piecewise.operands.formatted is not None:
-        piecewise.operands.formatted.loaded(chain.from_iterable(piecewise.pieces))
-    piecewise.has_state = True
+
+    def __init__(
+        self,
+        piecewise: PiecewiseOptimizer,
+        settings: Sequence[Mapping[str, Any]] | None = None,
+        others: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> None:
+        self._of, self._others = piecewise, others
+        self._settings = settings or [dict(group) for group in piecewise.optimizer.param_groups]
+        self._by_unit = is_called_by_unit(piecewise)
+        self._waiting: dict[nn.Parameter, State] = {}
+        self._loaded: dict[Any, Any] = {}
+
+    def take(self, group: FlatGroup, states: MutableMapping[nn.Parameter, State]) -> None:
+        """Take out of ``states`` those of the optimizer's pieces in ``group``, and load them."""
+        own = set(group.shards_now)
+        lists = [[piece for piece in pieces if piece in own] for pieces in self._of.pieces]
+        found = {piece: states.pop(piece) for piece in chain.from_iterable(lists) if piece in states}
+        if not self._by_unit:
+            self._waiting |= found
+        elif any(found.values()):
+            self._load(lists, found)
+            self._of.operands.loaded(self._of.optimizer, group, list(found))
+            self._loaded.update(self._of.optimizer.state)
+
+    def end(self) -> None:
+        """Load what has waited, and show all that was loaded, in the order of the pieces."""
+        piecewise, state = self._of, self._of.optimizer.state
+        if not self._loaded:
+            self._load(piecewise.pieces, self._waiting)
+            for group in piecewise.slots:
+                pieces = [piece for piece in group.shards_now if piece in self._waiting]
+                piecewise.operands.loaded(piecewise.optimizer, group, pieces)
+        else:
+            pieces = [piece for piece in chain.from_iterable(piecewise.pieces) if piece in self._loaded]
+            ordered = {piece: self._loaded.pop(piece) for piece in pieces}
+            state.clear()
+            state.update(self._loaded | ordered)
+        piecewise.has_state = True
+
+    def _load(self, lists: Lists, states: Mapping[nn.Parameter, State]) -> None:
+        """Have the class load the states of these pieces; it then has no others."""
+        piecewise, optimizer = self._of, self._of.optimizer
+        numbers = {piece: number for number, piece in enumerate(chain.from_iterable(lists))}
+        numbered = {numbers[piece]: state for piece, state in states.items() if state}
+        groups = [
+            {**settings, "params": [numbers[piece] for piece in pieces]}
+            for settings, pieces in zip(self._settings, lists, strict=True)
+        ]
+        try:
+            with without_load_hooks(optimizer), piecewise.at_pieces():
+                for group, pieces in zip(optimizer.param_groups, lists, strict=True):
+                    group["params"] = pieces
+                saved = {"state": {**self._others, **numbered}, "param_groups": groups}
+                type(optimizer).load_state_dict(optimizer, saved)
+        finally:
+            _tell_where_states_are(piecewise)  # torch has put in another dict

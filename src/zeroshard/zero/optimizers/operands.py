@@ -41,6 +41,9 @@ class LaterUpdates(Protocol):
         """Return an optimizer's states, which from now on wait for updates when they are read."""
         ...
 
+    def loaded(self, optimizer: Any, group: FlatGroup) -> None:
+        """Have states of the group's pieces, which were just loaded, where they are between steps."""
+
 
 class StateFormat(Protocol):
     """How states are kept between steps: `zeroshard.state_formats.formats.StateFormat` is one."""
@@ -141,6 +144,13 @@ class Together(StepOperands):
         if self.later is not None:
             self.later.complete_grads()
 
+    def loaded(self, optimizer: Any, group: FlatGroup, pieces: Sequence[nn.Parameter]) -> None:
+        """Have states of these pieces of the group, which were just loaded, as and where they are between steps."""
+        if self.formatted is not None:
+            self.formatted.loaded(pieces)
+        if self.later is not None:
+            self.later.loaded(optimizer, group)
+
     def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""
         pieces = list(pieces)
@@ -186,13 +196,18 @@ class OfSteps(Protocol):
     make: Any
 
 
+def is_called_by_unit(of: OfSteps) -> bool:
+    """Whether the class's own methods may be called for a unit at a time."""
+    kind = declared(type(of.optimizer), of.make.keywords)
+    return kind.by_unit if kind else type(of.optimizer).__module__.startswith("torch.optim.")
+
+
 class OperandsOfSteps:
     """Brings the operands of one optimizer: `begin` before its class's own code, and `end` after it."""
 
     def __init__(self, pieces: OfSteps) -> None:
         self._of = pieces
-        kind = declared(type(pieces.optimizer), pieces.make.keywords)
-        self._may_repeat = kind.by_unit if kind else type(pieces.optimizer).__module__.startswith("torch.optim.")
+        self._may_repeat = is_called_by_unit(pieces)
         self._later: dict[FlatGroup, Lists] = {}
 
     def begin(self, *, by_unit: bool) -> None:

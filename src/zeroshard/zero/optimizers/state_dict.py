@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,16 @@ def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], block: int
     return joined
 
 
-def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Cut an unsharded state into a state of this rank's pieces, numbered in their order. Copies, no communication.
+class CutState(NamedTuple):
+    """An unsharded state, cut into pieces."""
+
+    settings: list[dict[str, Any]]  # of each param group
+    states: dict[nn.Parameter, State]  # by piece, in their order
+    others: dict[Any, Any]  # of no parameter
+
+
+def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> CutState:
+    """Cut an unsharded state into a state of this rank's pieces. Copies, no communication.
 
     Raises:
         ValueError: the groups are not the optimizer's, or the states are not those that it keeps of a parameter.
@@ -120,21 +128,15 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     }
     states = {piecewise.sharded.name(param): state for param, state in saved.items()}
     require_kept(piecewise.make, piecewise.optimizer.param_groups, saved_groups, piecewise.facts(), states)
-    state: dict[int, State] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group, chosen in zip(saved_groups, piecewise.by_group, strict=True):
-        first = number
-        for param in chosen:
-            home, slot = piecewise.homes[param]
-            for piece, _ in pieces_in(home, slot):
-                if saved.get(param):
-                    state[number] = cut(saved[param], piece, home.params.layout.slots[slot], home.params.layout.block)
-                number += 1
-        options = {key: value for key, value in group.items() if key not in _PER_PARAM}
-        groups.append({**options, "params": list(range(first, number))})
-    numbered = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int | str)}
-    return {"state": {**numbered, **state}, "param_groups": groups}
+    states_of_pieces: dict[nn.Parameter, State] = {}
+    for param in chain.from_iterable(piecewise.by_group):
+        home, slot = piecewise.homes[param]
+        if saved.get(param):
+            place, block = home.params.layout.slots[slot], home.params.layout.block
+            states_of_pieces |= {own: cut(saved[param], piece, place, block) for piece, own in pieces_in(home, slot)}
+    settings = [{key: value for key, value in group.items() if key not in _PER_PARAM} for group in saved_groups]
+    others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int | str)}
+    return CutState(settings, states_of_pieces, others)
 
 
 def cut_states(piecewise: PiecewiseOptimizer) -> None:

@@ -8,7 +8,7 @@ replicated, each rank writes the part that it would own otherwise. If there are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from zeroshard.optimizer_classes.kept_states import Kept, is_by_block
 from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, kept_by, may_need_conversion, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.optimizers.methods import load_pieces
+from zeroshard.zero.optimizers.methods import StateLoad
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
@@ -85,7 +85,7 @@ def load_named_shards(
     """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    loads = [StateLoad(optimizer) for optimizer in optimizers]
     take_names(model, runtime)
     _require_shapes(model, runtime, reader)
     kept: dict[str, Kept] = {}
@@ -102,6 +102,7 @@ def load_named_shards(
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
                 if param not in members | group.params.absent and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
                     missed.add(param)
+            states: dict[nn.Parameter, dict[str, Any]] = {}
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
                 if group.params.params[piece.slot] in group.params.absent:
@@ -114,11 +115,13 @@ def load_named_shards(
             torch.autograd.graph.increment_version(group.params.params)  # a backward through an older graph must fail
             group.params.mark_stale()
             _load_rounding(group, reader)
+            for load in loads:
+                load.take(group, states)
         for name, kind, tensor in _beside(model):
             if kind in reader.kinds(name):
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
-    for optimizer in optimizers:
-        _load_optimizer(optimizer, states)
+    for load in loads:
+        load.end()
     return missed
 
 
@@ -148,18 +151,6 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
     rounding = group.grads.reducer.rounding
     if saved is not None and rounding is not None:
         rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
-
-
-def _load_optimizer(piecewise: PiecewiseOptimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Load the states of the optimizer's pieces; its settings do not change."""
-    groups: list[dict[str, Any]] = []
-    loaded: dict[int, dict[str, Any]] = {}
-    number = 0
-    for group, pieces in zip(piecewise.optimizer.param_groups, piecewise.pieces, strict=True):
-        loaded.update({number + i: states[shard] for i, shard in enumerate(pieces) if states.get(shard)})
-        groups.append({**group, "params": list(range(number, number + len(pieces)))})
-        number += len(pieces)
-    load_pieces(piecewise, {"state": loaded, "param_groups": groups})
 
 
 def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
