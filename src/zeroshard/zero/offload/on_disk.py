@@ -236,13 +236,10 @@ class DiskOperands(StepOperands):
         self._swapped, found = self._in_update(), dict[Any, list[nn.Parameter]]()
         for piece in pieces:
             found.setdefault(self._homes[piece], []).append(piece)
-        self._pieces = [
-            *self._pieces,
-            *found.items(),
-        ]  # another list: this object's copies for other threads have theirs
-        if self._swapped:
-            for group, own in found.items():
-                group.stored.bring(group, self._optimizer, own)
+        for group, own in found.items():
+            if self._swapped:
+                group.stored.bring(group, self._optimizer, own)  # what a disk did not give is not taken back
+            self._pieces = [*self._pieces, (group, own)]  # another list: copies for other threads have theirs
 
     def take_back(self) -> None:
         """Write what was brought, and move to the file what the step has made."""
