@@ -18,7 +18,7 @@ from zeroshard.optim import AdamW8bit, FlashAdamW
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 # Bytes that must move for an element: weights, gradient, both moments, correction; scales are left out.
-BYTES = {"torch fused": 28, "adamw8bit": 16, "flashadamw": 12, "adamw8bit, many": 16, "bitsandbytes": 16}
+BYTES = {"torch fused": 28, "adamw8bit": 16, "flash-adamw": 12, "adamw8bit, many": 16, "bitsandbytes": 16}
 
 
 def updates(budget: gpu_rows.Budget, say: gpu_rows.Say) -> None:
@@ -43,7 +43,7 @@ def updates(budget: gpu_rows.Budget, say: gpu_rows.Say) -> None:
 
 def _step(name: str, numel: int) -> Callable[[], object]:
     """The step of an optimizer that has its states."""
-    dtype = torch.bfloat16 if name == "flashadamw" else torch.float32
+    dtype = torch.bfloat16 if name == "flash-adamw" else torch.float32
     count = (2 if gpu_rows.TOY else 148) if name.endswith("many") else 1
     params = [nn.Parameter(torch.randn(numel // count, device=gpu_rows.DEVICE).to(dtype)) for _ in range(count)]
     for param in params:
@@ -53,6 +53,6 @@ def _step(name: str, numel: int) -> Callable[[], object]:
     elif name == "bitsandbytes":
         optimizer = import_module(name).optim.AdamW8bit(params, **SETTINGS)
     else:
-        optimizer = (FlashAdamW if name == "flashadamw" else AdamW8bit)(params, **SETTINGS)
+        optimizer = (FlashAdamW if name == "flash-adamw" else AdamW8bit)(params, **SETTINGS)
     optimizer.step()
     return optimizer.step

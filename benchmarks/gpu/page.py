@@ -161,7 +161,7 @@ def low_bit(numel: int) -> Callable[[Found], str | None]:
 
     def text(found: Found) -> str | None:
         parts = []
-        for case in ("adamw8bit", "flashadamw", "adamw8bit, many", "bitsandbytes", "torch fused"):
+        for case in ("adamw8bit", "flash-adamw", "adamw8bit, many", "bitsandbytes", "torch fused"):
             seconds, rate = (
                 found.median("adamw8bit", key, case=case, numel=numel) for key in ("seconds", "bytes_per_s")
             )

@@ -82,7 +82,7 @@ def _tuned(*flags: str, lr: str = "1e-4") -> Choice:
     return Choice(1, (*flags, "--lr", lr), tuned=True)
 
 
-_LOW_BIT = ("adamw", "adamw8bit", "flashadamw")
+_LOW_BIT = ("adamw", "adamw8bit", "flash-adamw")
 STATES = {
     **{name: Choice(1, ("--optimizer", name)) for name in _LOW_BIT},
     **{f"tuned-{name}": _tuned("--optimizer", name) for name in _LOW_BIT},

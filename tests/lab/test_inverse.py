@@ -11,7 +11,7 @@ from zeroshard.lab.planner.planner import planner_for
         ("adamw", "fp32", 6),
         ("adamw8bit", "fp32", 4),
         ("adamw", "int8", 4),
-        ("flashadamw", "fp32", 2),
+        ("flash-adamw", "fp32", 2),
         ("muon8bit", "fp32", 3),
     ],
 )

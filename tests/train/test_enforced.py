@@ -174,7 +174,7 @@ NO_MASTERS = {  # weights are bfloat16: no averages, no local steps
 # The others differ in bytes that tests/budgets holds to the plan without a run.
 QUICK = {
     "adamw8bit": ("alone", "replicas, an average of the weights", "reproducible", "off the device"),
-    "flashadamw": ("several micro-batches", "off the device"),
+    "flash-adamw": ("several micro-batches", "off the device"),
 }
 
 
@@ -182,13 +182,13 @@ QUICK = {
     ("optimizer", "num_ranks", "given"),
     [
         pytest.param(optimizer, *each, id=f"{optimizer}, {name}", marks=[] if name in QUICK[optimizer] else SOAK)
-        for optimizer, settings in (("adamw8bit", IN_8_BITS), ("flashadamw", NO_MASTERS))
+        for optimizer, settings in (("adamw8bit", IN_8_BITS), ("flash-adamw", NO_MASTERS))
         for name, each in settings.items()
     ],
 )
 def test_a_run_with_8_bit_states_is_held_to_their_bytes(tiny_config, optimizer, num_ranks, given):
     how = {"plan": {"enforce": True}, "eval_interval": 0, "max_steps": 3, "warmup_steps": 1}
-    dtype = {"dtype": "bfloat16"} if optimizer == "flashadamw" else {}
+    dtype = {"dtype": "bfloat16"} if optimizer == "flash-adamw" else {}
     config = tiny_config(optimizer=optimizer, **how, **dtype, **given)
     for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)

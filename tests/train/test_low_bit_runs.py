@@ -19,7 +19,7 @@ from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.assemble import serving
 from zeroshard.train.setup.build import build_run
 
-DTYPES = {"adamw8bit": "float32", "flashadamw": "bfloat16", "muon8bit": "float32", "adamw": "float32"}
+DTYPES = {"adamw8bit": "float32", "flash-adamw": "bfloat16", "muon8bit": "float32", "adamw": "float32"}
 
 
 def run(config, num_ranks):
@@ -46,7 +46,7 @@ def digest(saved):
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw8bit", "flashadamw", "muon8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "flash-adamw", "muon8bit"])
 def test_a_reproducible_run_has_one_sha256_at_each_stage_and_number_of_ranks(tiny_config, tmp_path, optimizer):
     given = {"optimizer": optimizer, "dtype": DTYPES[optimizer], "reproducible": 8, "max_steps": 3, "eval_interval": 0}
     found = {}
@@ -57,7 +57,7 @@ def test_a_reproducible_run_has_one_sha256_at_each_stage_and_number_of_ranks(tin
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("adamw", "adamw8bit"), ("adamw8bit", "flashadamw"), ("flashadamw", "adamw")]
+    ("before", "after"), [("adamw", "adamw8bit"), ("adamw8bit", "flash-adamw"), ("flash-adamw", "adamw")]
 )
 def test_a_run_goes_on_with_another_of_these_optimizers(tiny_config, capsys, caplog, before, after):
     how = {"checkpoint_interval": 2, "eval_interval": 0, "decay_steps": 4}
@@ -68,21 +68,21 @@ def test_a_run_goes_on_with_another_of_these_optimizers(tiny_config, capsys, cap
     said = capsys.readouterr().err.splitlines()
     assert f"resume: optimizer was {before}, now it is {after}" in said
     assert [line.partition(": ")[0] for line in caplog.messages] == ["load"]
-    keeps = {"adamw": 3, "adamw8bit": 5, "flashadamw": 6}
+    keeps = {"adamw": 3, "adamw8bit": 5, "flash-adamw": 6}
     for name, state in second["optimizer"]["state"].items():
         assert len(state) == keeps[after]
         assert int(state["step"]) == 4
         assert second["model"][name].dtype == getattr(torch, DTYPES[after])
         weight, earlier = second["model"][name].float(), first["model"][name].float()
         assert 0 < (weight - earlier).abs().max() < 0.05  # two steps of warm-up
-    if before == "flashadamw":
+    if before == "flash-adamw":
         name, state = next(iter(first["optimizer"]["state"].items()))
         assert not torch.equal(joined(first["model"][name], state["correction"]), first["model"][name].float())
 
 
 def test_weights_that_are_read_alone_have_their_further_bits(tiny_config, tmp_path):
     """To begin another run, to export and to generate; an optimizer of fp32 weights trains on from all 24 bits."""
-    saved = run(tiny_config(optimizer="flashadamw", dtype="bfloat16", max_steps=2, eval_interval=0), 2)
+    saved = run(tiny_config(optimizer="flash-adamw", dtype="bfloat16", max_steps=2, eval_interval=0), 2)
     states = saved["optimizer"]["state"]
     bits = {name: state["correction"].clamp(min=-127) for name, state in states.items()}  # -128 is half way to a number
     exact = {name: joined(saved["model"][name], each) for name, each in bits.items()}
@@ -91,7 +91,7 @@ def test_weights_that_are_read_alone_have_their_further_bits(tiny_config, tmp_pa
     wide = tiny_config(optimizer="adamw", dtype="float32", strategy="zero3", out=str(tmp_path / "wide"), **of_run)
     begun = built(wide).strategy.state_dict()
     assert all(torch.equal(begun[name], weight) for name, weight in exact.items())
-    low = {"optimizer": "flashadamw", "dtype": "bfloat16", "out": str(tmp_path / "narrow")}
+    low = {"optimizer": "flash-adamw", "dtype": "bfloat16", "out": str(tmp_path / "narrow")}
     narrow = built(tiny_config(**low, **of_run)).strategy.state_dict()
     assert all(torch.equal(narrow[name], saved["model"][name]) for name in exact)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0

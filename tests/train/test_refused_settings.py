@@ -80,11 +80,11 @@ REFUSED = """
 --state-format bf16 --strategy ddp | state_format: ddp does not run its optimizer unit by unit, for which states are
 --state-format int4 | state_format: 'int4' is not a choice; choose one of fp32, bf16, int8
 --state-format int8 --offload disk --plan.enforce | plan.enforce: no plan predicts a file of int8 states; leave it out
---offload disk --optimizer flashadamw --plan.enforce | plan.enforce: no plan predicts a file of flashadamw's states;
---optimizer flashadamw --dtype float32 | dtype: float32, and weights of flashadamw are bfloat16; leave it out, or use
---optimizer flashadamw --ema-decay 0.9 | ema_decay: flashadamw keeps weights in bfloat16, and an average of such weights
---optimizer flashadamw --shard-size 1 --local-steps.every 2 | local_steps.every: flashadamw keeps a part of each weight
---optimizer flashadamw --strategy fsdp2 | optimizer: flashadamw needs unsharded blocks of parameters, and fsdp2 shards
+--offload disk --optimizer flash-adamw --plan.enforce | plan.enforce: no plan predicts a file of flash-adamw's states;
+--optimizer flash-adamw --dtype float32 | dtype: float32, and weights of flash-adamw are bfloat16; leave it out, or use
+--optimizer flash-adamw --ema-decay 0.9 | ema_decay: flash-adamw keeps weights in bfloat16, and an average of such
+--optimizer flash-adamw --shard-size 1 --local-steps.every 2 | local_steps.every: flash-adamw keeps a part of each
+--optimizer flash-adamw --strategy fsdp2 | optimizer: flash-adamw needs unsharded blocks of parameters, and fsdp2 shards
 --optimizer muon8bit --lora.rank 4 | optimizer: muon8bit is made for whole matrices, and lora.rank = 4 trains narrow
 --optimizer muon8bit --plan.enforce | plan.enforce: muon8bit needs unsharded matrices, which no plan predicts; leave it
 --offload optimizer --strategy ddp | offload.state: optimizer is given, and ddp does not use zeroshard's engine; leave

@@ -56,7 +56,7 @@ def _state(folder):
         pytest.param(("--dtype", "float32"), marks=pytest.mark.soak),
         pytest.param(("--dtype", "float32", "--optimizer", "adamw8bit"), marks=pytest.mark.soak),
         pytest.param(("--dtype", "float32", "--optimizer", "muon8bit"), marks=pytest.mark.soak),
-        pytest.param(("--optimizer", "flashadamw", "--ema-decay", "0"), marks=pytest.mark.soak),
+        pytest.param(("--optimizer", "flash-adamw", "--ema-decay", "0"), marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_one_rank(tmp_path, words):

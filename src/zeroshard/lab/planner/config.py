@@ -82,7 +82,7 @@ class PlanConfig(Config):
     optimizer: str = Field(
         "adamw",
         min_length=1,
-        description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit, flashadamw, "
+        description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit, flash-adamw, "
         "muon8bit.",
     )
     state_format: Literal["fp32", "bf16", "int8"] = Field(

@@ -89,7 +89,7 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     yield "dtype", plan.dtype
     optimizer = plan.workload.optimizer.partition(" in ")[0]  # the format of its states has a setting of its own
     if optimizer != "AdamW":
-        yield "optimizer", optimizer.lower()
+        yield "optimizer", {"FlashAdamW": "flash-adamw"}.get(optimizer, optimizer.lower())
     yield from _given(config, "", only=SETTINGS if row.stage == 3 else SETTINGS[:-1])
     if plan.software.impl == "compile":
         yield "compile", True

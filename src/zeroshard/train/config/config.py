@@ -149,7 +149,7 @@ class TrainConfig(Config):
     optimizer: OptimizerName = Field(
         "adamw",
         description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. "
-        "flashadamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
+        "flash-adamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
         "matrices, and AdamW for the rest. muon8bit: both with states of 8 bits.",
     )
     state_format: Literal["fp32", "bf16", "int8"] = Field(

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from zeroshard.errors import UserError
 
-OptimizerName = Literal["adamw", "adamw8bit", "flashadamw", "muon", "muon8bit"]
-IN_8_BITS = frozenset({"adamw8bit", "flashadamw", "muon8bit"})
+OptimizerName = Literal["adamw", "adamw8bit", "flash-adamw", "muon", "muon8bit"]
+IN_8_BITS = frozenset({"adamw8bit", "flash-adamw", "muon8bit"})
 OF_MATRICES = frozenset({"muon", "muon8bit"})
-WEIGHTS_IN_BF16 = frozenset({"flashadamw"})
+WEIGHTS_IN_BF16 = frozenset({"flash-adamw"})
 
 
 def same_rule(one: str, other: str) -> bool:

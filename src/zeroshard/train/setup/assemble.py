@@ -278,7 +278,7 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
     if config.optimizer == "muon8bit":
         return MuonAdamW8bit, {**kwargs, "momentum": config.momentum}
     if config.optimizer in IN_8_BITS:
-        return {"adamw8bit": AdamW8bit, "flashadamw": FlashAdamW}[config.optimizer], kwargs
+        return {"adamw8bit": AdamW8bit, "flash-adamw": FlashAdamW}[config.optimizer], kwargs
     kept = {} if config.state_format == "fp32" else {"state_format": config.state_format}  # an argument of `Zero`
     return torch.optim.AdamW, {**kwargs, "fused": config.fused, **kept}
 

@@ -38,7 +38,7 @@ HIGHEST_STAGE = 3
 HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 GIB = 2**30
 # the trainer's optimizers that plans know, by their names there
-PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "flashadamw": "FlashAdamW"}
+PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "flash-adamw": "FlashAdamW"}
 
 
 def automatic_stage(
