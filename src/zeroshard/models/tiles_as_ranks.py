@@ -86,7 +86,7 @@ class TilesAsRanks:
                 continue
             if any(next(each.parameters(), None) is not None for each in module.children()):
                 what = f"{name}, a {type(module).__name__}, has parameters and calls other modules that have some"
-                raise UserError("model.tiles", f"{what}: it cannot be computed tile by tile", "leave tiles out")
+                raise UserError("tiles", f"{what}: it cannot be computed tile by tile", "leave tiles out")
             module.forward = partial(self._by_tile, name, module, module.forward)
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave, always_call=True)
@@ -100,7 +100,7 @@ class TilesAsRanks:
             return
         self.num_tokens = tokens.shape[1]
         if self.num_tokens % self.num:
-            what = f"{self.num_tokens} tokens cannot be cut into {self.num} equal tiles (model.tiles, reproducible)"
+            what = f"{self.num_tokens} tokens cannot be cut into {self.num} equal tiles (tiles, reproducible)"
             raise UserError("seq_len", what, f"give a multiple of {self.num}")
         if model.training and self.num > 1:
             self._random_state = tokens.device, _random_state(tokens.device)
@@ -109,7 +109,7 @@ class TilesAsRanks:
         before, self._random_state, self._has_cache = self._random_state, None, False
         if before is not None and output is not None and not torch.equal(before[1], _random_state(before[0])):
             what = "the model draws random numbers, and each rank of a sequence would draw its own"
-            raise UserError("model.tiles", f"{what} (reproducible)", "set dropout to 0, or leave tiles out")
+            raise UserError("tiles", f"{what} (reproducible)", "set dropout to 0, or leave tiles out")
 
     # -- tiles --------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class TilesAsRanks:
                 return found[0]
         shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
         what = f"{name}, a {type(module).__name__}, is given {shape}, and not [B, T, ...] of {self.num_tokens} tokens"
-        raise UserError("model.tiles", f"{what}, so it cannot be computed tile by tile (reproducible)", "leave it out")
+        raise UserError("tiles", f"{what}, so it cannot be computed tile by tile (reproducible)", "leave it out")
 
     # -- gradients ----------------------------------------------------------------------------------------------
 
