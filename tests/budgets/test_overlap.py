@@ -16,7 +16,6 @@ from zeroshard.comm import (
     NullCommunicator,
     ObservedCommunicator,
     ThrottledCommunicator,
-    base,
 )
 from zeroshard.comm.wrappers import observe, throttle
 
@@ -54,7 +53,7 @@ class Unit(nn.Module):
 def exposed_s(monkeypatch):
     """`exposed_s(stage, bytes_per_s, around)`: seconds of a step that computation stood still for weights and grads."""
     clock = Clock()
-    for module in (base, stopwatch, observe, throttle):
+    for module in (stopwatch, observe, throttle):
         monkeypatch.setattr(module, "time", clock)
 
     def measure(stage, bytes_per_s, around=lambda comm: comm):
