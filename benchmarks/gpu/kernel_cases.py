@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zeroshard import kernels
 from zeroshard.kernels import AdamWOptions, Choice
+from zeroshard.kernels.adamw import Pieces
 from zeroshard.wire_formats import BlockFormat, rounding_key
 
 ON_GPU = torch.cuda.is_available()
@@ -188,7 +189,8 @@ def adamw_cases(dtype: str) -> Iterator[Case]:
             """One step; ``kept``: the objects that a contestant keeps between steps, by its parameter's address."""
             param, grad, m, v, scale, *copy = tensors
             if who == "triton":
-                return kernels.adamw(param, grad, m, v, step=10, options=OPTIONS, grad_scale=scale,
+                pieces = kept.setdefault(param.data_ptr(), Pieces())
+                return kernels.adamw(param, grad, m, v, step=10, options=OPTIONS, grad_scale=scale, pieces=pieces,
                                      copies=copy[0] if copy else None, kernels=who)  # fmt: skip
             optimizer = kept.get(param.data_ptr())
             if optimizer is None:

@@ -13,6 +13,7 @@ from kernel_times import timer
 from torch import nn
 
 from zeroshard import kernels
+from zeroshard.kernels.adamw import Pieces
 
 
 def updates(budget: gpu_rows.Budget, say: gpu_rows.Say) -> None:
@@ -35,10 +36,10 @@ def _updates(numel: int) -> dict[str, Callable[[], object]]:
     """Both updates, of the same numbers."""
     param, grad, m = (torch.randn(numel, device=gpu_rows.DEVICE) for _ in range(3))
     v, factor = torch.rand(numel, device=gpu_rows.DEVICE), torch.full((), 0.5, device=gpu_rows.DEVICE)
-    options = kernel_cases.OPTIONS
+    pieces, options = Pieces(), kernel_cases.OPTIONS
 
     def ours() -> None:
-        kernels.adamw(param, grad, m, v, step=10, options=options, grad_scale=factor, kernels="triton")
+        kernels.adamw(param, grad, m, v, step=10, options=options, grad_scale=factor, pieces=pieces, kernels="triton")
 
     leaf = nn.Parameter(param)
     leaf.grad = grad

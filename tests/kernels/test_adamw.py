@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zeroshard.kernels import AdamWOptions, adamw
-from zeroshard.kernels.adamw import BLOCK, adamw_reference
+from zeroshard.kernels.adamw import BLOCK, Pieces, adamw_reference
 
 OPTIONS = AdamWOptions(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 NUMELS = (1, 5, BLOCK, BLOCK + 1, 127)  # less than a block, a whole one, one and a tail
@@ -163,6 +163,15 @@ def test_each_parameter_has_its_own_number_of_steps(triton, draw):
         adamw(*(column[index] for column in apart), step=step, options=OPTIONS, kernels=triton)
     for one, other in zip(together, apart, strict=True):
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_tables_follow_tensors_that_move_or_change_their_number(triton, draw):
+    pieces = Pieces()
+    for numels in ((5, 6), (5, 6), (6, 5), (2048 + 3, 1, 1), (1,)):
+        kept, fresh = (lambda s: (s, copied(s)))(draw(numels))
+        adamw(*kept, step=2, options=OPTIONS, pieces=pieces, kernels=triton)
+        adamw(*fresh, step=2, options=OPTIONS, kernels=triton)
+        assert all(torch.equal(*pair) for pair in zip(kept[0], fresh[0], strict=True))
 
 
 def test_pieces_that_start_anywhere_and_what_lies_between_them(triton, random, device):

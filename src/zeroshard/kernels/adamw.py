@@ -1,4 +1,4 @@
-"""AdamW of flat pieces of parameters, one pass over memory for each.
+"""AdamW over any number of pieces of parameters in one launch.
 
     g = grad * grad_scale                                    (clipping, or loss scaling, without an extra pass)
     p = p - lr * weight_decay * p
@@ -12,12 +12,17 @@ pieces: 28 bytes per element (four numbers read, three written), 30 with a bf16 
 The kernel performs the operations of torch's fused CUDA kernel, with the same fused multiply-adds and the same
 hyper-parameters rounded to fp32. So the two give the same bits if the powers in the bias corrections agree. The
 reference performs those of `torch.optim.AdamW(foreach=False)`, whose bias corrections are in float64.
+
+[Note: Addresses]
+    Pieces may be anywhere in memory: in the shards of several units, with gaps between the parameters of a group. The
+    kernel gets a table of their addresses, and for each of its programs a piece and an offset in it. The tables stay on
+    the device. If a piece has moved, they are copied again from pinned memory, without blocking the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 import numpy as np
@@ -90,18 +95,16 @@ def adamw_reference(
 
 
 @jit
-def _adamw_kernel(
-    param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, scale_ptr, numel, lr, beta1, beta2, eps, weight_decay, step_size, root,
-    HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
+def _update(
+    param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, mask, scale, lr, beta1, beta2, eps, weight_decay, step_size,
+    root, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
     param = tl.load(param_ptr + offsets, mask=mask).to(tl.float32)
     grad = tl.load(grad_ptr + offsets, mask=mask).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
     v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
     if HAS_SCALE:
-        grad *= tl.load(scale_ptr)
+        grad *= scale
     if DECAYS:
         param = tl.fma(-lr * weight_decay, param, param)
     square = grad * grad
@@ -116,36 +119,134 @@ def _adamw_kernel(
         tl.store(copy_ptr + offsets, param.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def _pointer(table_ptr, segment, ROLE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    # A row of the table has five addresses, in order of ROLE: parameter, gradient, m, v, copy.
+    pointer = tl.load(table_ptr + segment * 5 + ROLE).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@jit
+def _adamw_kernel(
+    addresses_ptr, numels_ptr, segments_ptr, starts_ptr, corrections_ptr, scale_ptr, lr, beta1, beta2, eps,
+    weight_decay, step_size, root, PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr,
+    COPY: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_COPY: tl.constexpr, HAS_CORRECTIONS: tl.constexpr,
+    DECAYS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    segment = tl.load(segments_ptr + tl.program_id(0)).to(tl.int64)
+    start = tl.multiple_of(tl.load(starts_ptr + tl.program_id(0)), 16)
+    numel = tl.load(numels_ptr + segment)
+    param_ptr = _pointer(addresses_ptr, segment, 0, PARAM, ALIGNED)
+    grad_ptr = _pointer(addresses_ptr, segment, 1, GRAD, ALIGNED)
+    m_ptr = _pointer(addresses_ptr, segment, 2, STATE, ALIGNED)
+    v_ptr = _pointer(addresses_ptr, segment, 3, STATE, ALIGNED)
+    copy_ptr = _pointer(addresses_ptr, segment, 4, COPY, ALIGNED)
+    scale = tl.load(scale_ptr) if HAS_SCALE else 1.0
+    if HAS_CORRECTIONS:  # parameters that have taken different numbers of steps
+        step_size = tl.load(corrections_ptr + 2 * segment)
+        root = tl.load(corrections_ptr + 2 * segment + 1)
+    offsets = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:  # a full block needs no mask, and its loads are vectors
+        _update(
+            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, None, scale, lr, beta1, beta2, eps, weight_decay,
+            step_size, root, HAS_SCALE, HAS_COPY, DECAYS,
+        )  # fmt: skip
+    else:
+        _update(
+            param_ptr, grad_ptr, m_ptr, v_ptr, copy_ptr, offsets, offsets < numel, scale, lr, beta1, beta2, eps,
+            weight_decay, step_size, root, HAS_SCALE, HAS_COPY, DECAYS,
+        )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------- launchers
 
 
+@dataclass
+class Pieces:
+    """Tables of the addresses and sizes of pieces on one device, stored on that device; see [Note: Addresses]."""
+
+    addresses: list[int] = field(default_factory=list)
+    numels: list[int] = field(default_factory=list)
+    block: int = BLOCK
+    tables: tuple[Tensor, Tensor, Tensor] | None = None  # numels [n]; piece of each program; its start in the piece
+    address_table: Tensor | None = None
+
+    def update(self, columns: Sequence[Sequence[Tensor]]) -> None:
+        """Bring the tables up to date if pieces have moved or changed in size; ``columns``: tensors of each role."""
+        device = columns[0][0].device
+        numels = [tensor.numel() for tensor in columns[0]]
+        if numels != self.numels:
+            self.numels = numels
+            self.block = min(BLOCK, next_power_of_2(max([1, *numels])))
+            counts = [-(-numel // self.block) for numel in numels]
+            segments = np.repeat(np.arange(len(numels), dtype=np.int32), counts)
+            starts = np.concatenate([np.arange(n, dtype=np.int64) * self.block for n in counts] or [np.empty(0)])
+            self.tables = (
+                _to_device(np.array(numels, dtype=np.int64), device),
+                _to_device(segments, device),
+                _to_device(starts.astype(np.int64), device),
+            )
+        addresses = [tensor.data_ptr() for row in zip(*columns, strict=True) for tensor in row]
+        if addresses != self.addresses or self.address_table is None:
+            self.addresses = addresses
+            self.address_table = _to_device(np.array(addresses, dtype=np.int64), device)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every piece starts at a multiple of 16 bytes."""
+        return all(address % 16 == 0 for address in self.addresses)
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    table = torch.from_numpy(array)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
 def _launch(
-    param: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, options: AdamWOptions, grad_scale: Tensor | None,
-    copy: Tensor | None,
-) -> None:  # fmt: skip
-    numel = param.numel()
-    if not numel:
+    pieces: Pieces,
+    columns: Sequence[Sequence[Tensor]],
+    steps: Sequence[int],
+    options: AdamWOptions,
+    grad_scale: Tensor | None,
+    has_copy: bool,
+) -> None:
+    """columns: params, grads, exp_avgs, exp_avg_sqs, copies (params again if there are none)."""
+    pieces.update(columns)
+    assert pieces.tables is not None
+    assert pieces.address_table is not None
+    numels, segments, starts = pieces.tables
+    if not segments.numel():
         return
-    block = min(BLOCK, next_power_of_2(numel))
-    _adamw_kernel[(-(-numel // block),)](
-        param,
-        grad,
-        m,
-        v,
-        param if copy is None else copy,
-        param if grad_scale is None else grad_scale,
-        numel,
+    corrections = [_corrections(step, options) for step in steps]
+    uniform = len(set(steps)) == 1
+    table = numels if uniform else _to_device(np.array(corrections, dtype=np.float32), numels.device)
+    params, grads, states, _, copies = columns
+    _adamw_kernel[(segments.numel(),)](
+        pieces.address_table,
+        numels,
+        segments,
+        starts,
+        table,
+        numels if grad_scale is None else grad_scale,
         options.lr,
         options.beta1,
         options.beta2,
         options.eps,
         options.weight_decay,
-        *_corrections(step, options),
+        *corrections[0],
+        PARAM=_triton_dtype(params[0]),
+        GRAD=_triton_dtype(grads[0]),
+        STATE=_triton_dtype(states[0]),
+        COPY=_triton_dtype(copies[0]),
         HAS_SCALE=grad_scale is not None,
-        HAS_COPY=copy is not None,
+        HAS_COPY=has_copy,
+        HAS_CORRECTIONS=not uniform,
         DECAYS=options.weight_decay != 0,
-        BLOCK=block,
-        num_warps=max(1, min(8, block // 256)),
+        ALIGNED=pieces.aligned,
+        BLOCK=pieces.block,
+        num_warps=max(1, min(8, pieces.block // 256)),
     )
 
 
@@ -154,6 +255,10 @@ def _corrections(step: int, options: AdamWOptions) -> tuple[float, float]:
     one, count = np.float32(1), np.float32(step)
     size = np.float32(options.lr) / (one - np.float32(options.beta1) ** count)
     return float(size), float(np.sqrt(one - np.float32(options.beta2) ** count))
+
+
+def _triton_dtype(tensor: Tensor) -> object:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[tensor.dtype]
 
 
 # ------------------------------------------------------------------------------------------------------- public
@@ -170,19 +275,21 @@ def adamw(
     options: AdamWOptions,
     grad_scale: Tensor | None = None,
     copies: Tensor | Sequence[Tensor] | None = None,
+    pieces: Pieces | None = None,
     kernels: Choice | None = None,
 ) -> None:
-    """Update ``params``, ``exp_avgs`` and ``exp_avg_sqs`` in place; the Triton backend launches a kernel for each.
+    """Update ``params``, ``exp_avgs`` and ``exp_avg_sqs`` in place; the Triton backend launches one kernel for all.
 
     Args:
-        params: contiguous tensors on one device, or one tensor; fp32, bf16 or fp16 (fp64: reference).
-        grads: one for each parameter, its shape.
-        exp_avgs: m, one for each parameter, its shape.
+        params: contiguous tensors of one dtype on one device, or one tensor; fp32, bf16 or fp16 (fp64: reference).
+        grads: one for each parameter, its shape, all of one dtype.
+        exp_avgs: m, one for each parameter, its shape, all of one dtype.
         exp_avg_sqs: v, as m.
         step: t, the number of this update, from 1; one for all, or one for each parameter.
         options: hyper-parameters.
         grad_scale: 0-dim fp32 on the same device; gradients are multiplied by it as they are read; None: 1.
         copies: tensors to which the new parameters are written too, in a dtype of their own; None: no copies.
+        pieces: tables from an earlier call, which are brought up to date; None: new tables are built.
         kernels: backend; see `zeroshard.kernels.use_kernels`. Unless it is ``"triton"``, fp64 uses the reference.
 
     Raises:
@@ -198,17 +305,20 @@ def adamw(
     _check(columns, steps, grad_scale)
     if not steps:
         return
-    update = adamw_reference if _backend(columns, kernels) == "reference" else _launch
-    with device_of(*params):
+    if _backend(columns, kernels) == "reference":
         for *tensors, count in zip(*columns.values(), steps, strict=True):
             param, grad, m, v, *copy = tensors
-            update(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None)
+            adamw_reference(param, grad, m, v, count, options, grad_scale, copy[0] if copy else None)
+        return
+    given = [params, grads, exp_avgs, exp_avg_sqs, columns.get("copies", params)]
+    with device_of(*params):
+        _launch(pieces or Pieces(), given, steps, options, grad_scale, copies is not None)
 
 
 def _backend(columns: dict[str, list[Tensor]], kernels: Choice | None) -> str:
     """Return the backend: for a dtype outside `SERVED` the reference, or ValueError if ``kernels`` is ``"triton"``."""
     backend = choose("adamw", columns["params"][0].device, kernels)
-    unserved = [(name, t.dtype) for name, tensors in columns.items() for t in tensors if t.dtype not in SERVED]
+    unserved = [(name, tensors[0].dtype) for name, tensors in columns.items() if tensors[0].dtype not in SERVED]
     if backend != "triton" or not unserved:
         return backend
     if kernels == "triton":
@@ -228,6 +338,8 @@ def _check(columns: dict[str, list[Tensor]], steps: list[int], grad_scale: Tenso
             raise ValueError(f"{name}: {len(tensors)} tensors for {len(params)} parameters")
         for tensor, param in zip(tensors, params, strict=True):
             check_floating(name, tensor)
+            if tensor.dtype != tensors[0].dtype:
+                raise ValueError(f"{name}: {tensor.dtype} beside {tensors[0].dtype}; give one dtype")
             if tensor.shape != param.shape:
                 raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not its parameter's {tuple(param.shape)}")
             if not tensor.is_contiguous():
