@@ -121,7 +121,7 @@ def test_what_fits_as_given_pulls_nothing():
 
 def test_levers_that_the_settings_do_not_go_with_are_not_tried():
     """A sequence of an odd number of tokens is not cut in two; tiles do not go with compiled blocks."""
-    flags = [each.flags for each in tried_in(2**20, seq_len=1025, compile=True)]
+    flags = [each.flags for each in tried_in(2**20, seq_len=1025, impl="compile")]
     assert flags == [(), (FLAGS[0],), (FLAGS[1],)]
 
 
