@@ -168,7 +168,8 @@ def test_the_state_dict_of_the_module_or_of_a_part_is_refused_while_it_would_be_
     for module, plain in parts:
         with pytest.raises(RuntimeError, match=r"zero\.state_dict"):
             module.state_dict()
-        with pytest.raises(RuntimeError, match=r"zero\.load_state_dict"):
+        todo = r"zero\.load_state_dict" if module is net else r"zero\.full_params\(write_back=True\)"
+        with pytest.raises(RuntimeError, match=todo):
             module.load_state_dict(plain.state_dict())
     with zero.full_params():
         assert all(list(module.state_dict()) == list(plain.state_dict()) for module, plain in parts)
