@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.torch_internals import not_saved, own_buffers, own_parameters, version_of
 
@@ -81,3 +81,8 @@ def _filled(name: str, buffer: torch.Tensor, device: torch.device, init: Init | 
     if version_of(made) == version:
         raise ValueError(f"{name}: the buffer is on the meta device, and `init` left it as it was; {_TODO}")
     return made
+
+
+def loaded_later(name: str, param: Tensor) -> None:
+    """An `Init` for weights that a checkpoint will load: nothing is drawn or sent, and they are NaN until then."""
+    param.detach().fill_(float("nan") if param.is_floating_point() else 0)

@@ -157,3 +157,13 @@ def check_local_steps(field: str, every: object, shard_size: int | None, num_ran
     if num_ranks is not None and shard_size >= num_ranks:
         what = f"{every} needs several replicas, and {num_ranks} ranks of shard_size {shard_size} form one"
         raise UserError(field, what, "lower shard_size, start more ranks, or leave it out")
+
+
+def rows(world_size: int, length: int) -> list[list[int]]:
+    """Group ``length`` neighbouring ranks each."""
+    return [list(range(first, first + length)) for first in range(0, world_size, length)]
+
+
+def columns(world_size: int, length: int) -> list[list[int]]:
+    """Group the ranks that have the same place in each row of ``length`` neighbours."""
+    return [list(range(first, world_size, length)) for first in range(length)]

@@ -58,6 +58,18 @@ class Done:
 DONE = Done()
 
 
+class AllOf:
+    """The handle of several operations."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+
 @runtime_checkable
 class Communicator(Protocol):
     """Collectives among ``world_size`` ranks; see the module's docstring for the rules.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm.module_buffers import BufferSync
 from zeroshard.zero import MixedPrecision, Offload, Zero
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.engine import Accumulate
-from zeroshard.zero.runtime.module_buffers import BufferSync
 
 _ENGINE = "_zeroshard_engine"  # attribute of a model that has an engine; it lives as long as the model
 _COMPUTES = {"bf16": torch.bfloat16, "no": None, None: None}

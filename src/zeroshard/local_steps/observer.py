@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.local_steps import checkpoints
 from zeroshard.local_steps.outer_steps import OuterSteps
 from zeroshard.local_steps.settings import LocalSteps
@@ -14,7 +15,6 @@ from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.reach_probe.probe import weights_kept
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.observer import Observer
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.local_steps.outer_optimizer import Difference, Outer
 from zeroshard.local_steps.settings import LocalSteps
@@ -30,7 +31,6 @@ from zeroshard.local_steps.step_order import StepOrder
 from zeroshard.zero.buffers.flat_grads import mark_unusable
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 
 

@@ -33,8 +33,8 @@ from zeroshard.lazily import loaded
 from zeroshard.wire_formats import BLOCK, FORMATS, SAME_AS, BlockFormat, FormatName, check_block, check_has_range
 
 if TYPE_CHECKING:
+    from zeroshard.comm.module_buffers import BufferSync
     from zeroshard.zero.rank_groups import RankGroups
-    from zeroshard.zero.runtime.module_buffers import BufferSync
     from zeroshard.zero.runtime.runtime import Runtime
     from zeroshard.zero.stepping.observer import Observer
 

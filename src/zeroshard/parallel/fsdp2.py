@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.ema.average import EMA, Ema
-from zeroshard.meta_models import DrawsParts
+from zeroshard.meta_models import DrawsParts, loaded_later
 from zeroshard.named_shards import (
     MODEL_KINDS,
     NamedShard,
@@ -43,7 +43,6 @@ from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import is_grouped, load_average, require_group
 from zeroshard.state_conversion import as_kept
-from zeroshard.zero.buffers.initial import loaded_later
 
 
 class Fsdp2:

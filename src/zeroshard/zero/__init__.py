@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zeroshard.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
     from zeroshard.local_steps.settings import LocalSteps as LocalSteps
     from zeroshard.meta_models import DrawsParts as DrawsParts
+    from zeroshard.meta_models import loaded_later as loaded_later
     from zeroshard.named_shards import NamedShard as NamedShard
     from zeroshard.named_shards import ShardReader as ShardReader
     from zeroshard.optimizer_classes.requirements import OptimizerKind as OptimizerKind
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from zeroshard.optimizer_classes.requirements import classify as classify
     from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
     from zeroshard.zero.buffers.flat_layout import FlatLayout as FlatLayout
-    from zeroshard.zero.buffers.initial import loaded_later as loaded_later
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.core.layout import Piece as Piece
     from zeroshard.zero.core.layout import Slot as Slot

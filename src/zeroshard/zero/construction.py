@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.comm.module_buffers import BufferSync
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.meta_models import Init, materialise
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
@@ -24,7 +25,6 @@ from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
-from zeroshard.zero.runtime.module_buffers import BufferSync
 from zeroshard.zero.transport.members import ALL
 
 _log = logging.getLogger("zeroshard.zero")

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from zeroshard import named_shards
 from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
+from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.lazily import loaded
-from zeroshard.meta_models import Init
+from zeroshard.meta_models import Init, loaded_later
 from zeroshard.named_shards import NamedShard, ShardReader, named_group, restore_settings
 from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
-from zeroshard.zero.buffers.initial import loaded_later
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
@@ -34,7 +34,6 @@ from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups
-from zeroshard.zero.runtime.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout

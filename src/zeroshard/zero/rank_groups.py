@@ -79,19 +79,19 @@ class RankGroups(ranks.RankGroups):
         node_group, nodes = None, None
         if secondary_shard_size is not None:
             rules.check_groups("secondary_shard_size", secondary_shard_size, shard_size or world_size)
-            node_group = split(comm, _rows(world_size, secondary_shard_size))
+            node_group = split(comm, rules.rows(world_size, secondary_shard_size))
         if node_size is not None:
             rules.check_node_sums("node_size", node_size, shard_size if shard_size != world_size else None)
             rules.check_groups("node_size", node_size, world_size)
             within = node_group if node_size == secondary_shard_size else None
-            within = within or split(comm, _rows(world_size, node_size))
-            nodes = Nodes(within, split(comm, _columns(world_size, node_size)))
+            within = within or split(comm, rules.rows(world_size, node_size))
+            nodes = Nodes(within, split(comm, rules.columns(world_size, node_size)))
         if shard_size is None or shard_size == world_size:
             return cls(comm, comm, LocalCommunicator(), node_group, nodes, reproducible)
         if shard_size == 1:
             return cls(comm, LocalCommunicator(), comm, node_group)
-        shard_group = split(comm, _rows(world_size, shard_size))
-        return cls(comm, shard_group, split(comm, _columns(world_size, shard_size)), node_group)
+        shard_group = split(comm, rules.rows(world_size, shard_size))
+        return cls(comm, shard_group, split(comm, rules.columns(world_size, shard_size)), node_group)
 
     @property
     def within_replica(self) -> RankGroups:
@@ -103,16 +103,6 @@ class RankGroups(ranks.RankGroups):
     def parts(self) -> int:
         """Number of parts of each shard; the optimizer's pieces and partial norms end at the borders of parts."""
         return 1 if self.reproducible is None else self.reproducible // self.world.world_size
-
-
-def _rows(world_size: int, length: int) -> list[list[int]]:
-    """Group ``length`` neighbouring ranks each."""
-    return [list(range(first, first + length)) for first in range(0, world_size, length)]
-
-
-def _columns(world_size: int, length: int) -> list[list[int]]:
-    """Group the ranks that have the same place in each row of ``length`` neighbours."""
-    return [list(range(first, world_size, length)) for first in range(length)]
 
 
 def check_change(

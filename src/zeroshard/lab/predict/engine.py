@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_label
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
+from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
@@ -42,7 +43,6 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit, gradient_settings
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.rank_groups import RankGroups
-from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.members import ALL

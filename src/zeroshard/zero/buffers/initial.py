@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import labelled
-from zeroshard.meta_models import DrawsParts, Init
+from zeroshard.meta_models import DrawsParts, Init, loaded_later
 from zeroshard.zero.core.weights import Weights, broadcast_values
-
-
-def loaded_later(name: str, param: Tensor) -> None:
-    """An `Init` for weights that a checkpoint will load: nothing is drawn or sent, and they are NaN until then."""
-    param.detach().fill_(float("nan") if param.is_floating_point() else 0)
 
 
 def initial_values(weights: Weights, flat: Tensor, init: Init | None, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
 from zeroshard.torch_internals import in_backward
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
@@ -43,7 +44,6 @@ from zeroshard.zero.runtime.agreement import Agreement
 from zeroshard.zero.runtime.backward_pass import BackwardPass
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards
 from zeroshard.zero.runtime.grad_hooks import GradHooks
-from zeroshard.zero.runtime.module_buffers import ModuleBuffers
 from zeroshard.zero.runtime.nested_units import NestedUnits
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 

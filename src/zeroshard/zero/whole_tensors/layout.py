@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from zeroshard import rules
 from zeroshard.balance import largest_first
 from zeroshard.comm import Communicator, Work
+from zeroshard.comm.base import AllOf
 from zeroshard.optimizer_classes.reach import Reach
 from zeroshard.optimizer_classes.requirements import classify
 from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
@@ -89,7 +90,7 @@ class WholeLayout(FlatLayout):
         start, stop = self.interval(comm.rank)
         if stop > start and own.data_ptr() != full[start:stop].data_ptr():
             full[start:stop].copy_(own)
-        return _All([comm.broadcast(full[first:last], src=rank) for rank, first, last in self.intervals])
+        return AllOf([comm.broadcast(full[first:last], src=rank) for rank, first, last in self.intervals])
 
     def reduce(self, comm: Communicator, target: Tensor, local: Tensor) -> Work:
         """Start to sum all ranks' ``local [padded_numel]``, this rank's shard of the sum into ``target``."""
@@ -195,18 +196,6 @@ def balance(numels: Sequence[int], loads: Sequence[int]) -> list[int]:
 def aligned(numel: int, alignment: int) -> int:
     """``numel``, rounded up to a multiple of ``alignment``."""
     return -(-numel // alignment) * alignment
-
-
-class _All:
-    """The handle of several operations."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        """Wait for each."""
-        for work in self._works:
-            work.wait()
 
 
 class _Kept:
