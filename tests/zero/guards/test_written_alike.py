@@ -27,7 +27,17 @@ def write_into_the_root(net, rank):
         net.first.bias.add_(rank)
 
 
-WRITES = {"blocks.1": load_a_block, "blocks.1, drawn": draw_a_block, "the root": write_into_the_root}
+def assign_a_vector(net, rank):
+    if rank == 0:
+        params = list(net.blocks[2].parameters())
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params).detach() * 0.5, params)
+
+
+WRITES = {
+    "blocks.1": load_a_block,
+    "blocks.1, drawn": draw_a_block,
+    "the root": write_into_the_root,
+}
 
 
 def errors_of(stage, write, *, in_full_params=False):
@@ -60,9 +70,9 @@ def errors_of(stage, write, *, in_full_params=False):
 
 
 @pytest.mark.parametrize("stage", UNSHARDED)
-@pytest.mark.parametrize("name", WRITES)
-def test_what_one_rank_alone_writes_is_refused_on_every_rank_before_the_step(name, stage):
-    one, other = errors_of(stage, WRITES[name])
+@pytest.mark.parametrize("write", [*WRITES.values(), assign_a_vector])
+def test_what_one_rank_alone_writes_is_refused_on_every_rank_before_the_step(write, stage):
+    one, other = errors_of(stage, write)
     assert one == other
     assert one.endswith("write the same values on every rank, or have rank 0 broadcast them")
 

@@ -186,6 +186,11 @@ class FlatParams(Weights):
         if (assigned or self._always_compared or self.changes.written) and not self.stale:
             self.write_back()
 
+    @property
+    def has_writes(self) -> bool:
+        """Whether a user has written into visible weights, as far as it leaves a trace, or assigned to a ``.data``."""
+        return self.visible and (self.changes.written or bool(self.changes.elsewhere(self._views)))
+
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
         assert self.visible, "hidden parameters show NaN"

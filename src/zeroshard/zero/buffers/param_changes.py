@@ -43,7 +43,7 @@ class ParamChanges:
         with as_plain():
             return versions_of(self._params)
 
-    def _elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
+    def elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
         home = storage_id(shown[0])
         with as_plain():
@@ -54,7 +54,7 @@ class ParamChanges:
 
     def take_assigned(self, shown: Sequence[Tensor]) -> bool:
         """Copy tensors that were assigned to parameters' ``.data`` to their places; return if any were."""
-        elsewhere = self._elsewhere(shown)
+        elsewhere = self.elsewhere(shown)
         for name, param, view in elsewhere:
             if (param.dtype, param.device) != (view.dtype, view.device):
                 raise RuntimeError(
@@ -73,7 +73,7 @@ class ParamChanges:
 
     def drop_assigned(self, shown: Sequence[Tensor], *, visible: bool) -> bool:
         """Make parameters with another ``.data`` show ``shown`` again; return if these are visible and differ."""
-        elsewhere = self._elsewhere(shown)
+        elsewhere = self.elsewhere(shown)
         with as_plain():
             differs = any(visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
             for _, param, view in elsewhere:
@@ -82,7 +82,7 @@ class ParamChanges:
 
     def refuse_assigned(self, shown: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
-        for name, param, freed in self._elsewhere(shown):
+        for name, param, freed in self.elsewhere(shown):
             with as_plain():
                 param.data = freed
             raise RuntimeError(

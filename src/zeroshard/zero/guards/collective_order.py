@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from zeroshard.changed_values import bit_sums
 from zeroshard.comm.agree import agreement, both_ends, digest_of, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.operation_log import OperationLog, first_difference
+from zeroshard.torch_internals import as_plain
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
@@ -102,7 +103,9 @@ class CollectiveOrder(Agreement):
         ) as lines:
             for each, flag in zip(weights, stale, strict=True):
                 if not flag:
-                    sums = bit_sums(each.full).cpu().numpy().tobytes()
+                    with as_plain():  # what parameters show: an assigned ``.data`` is not in the buffer yet
+                        shown = [param.detach().reshape(-1) for param in each.params]
+                    sums = b"".join(bit_sums(values).cpu().numpy().tobytes() for values in shown)
                     lines.append(f"values of {each.name} with the digest {digest_of(sums).hex()}")
 
     def _forget(self) -> None:

@@ -370,7 +370,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         Sharded weights are written to in `full_params` alone, which compares them itself.
         """
         groups = [] if self.shard_params else list(self.groups())
-        written = [group.params.changes.written for group in groups]
+        written = [group.params.has_writes for group in groups]
         agreed = self.collectives.agree_on_flags([*flags, *written, *self._buffers.changed()])
         changed = [group for group, flag in zip(groups, agreed[len(flags) :], strict=False) if flag]
         if changed:
