@@ -145,7 +145,7 @@ def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound:
     words += [f"--model.{name}={value}" for name, value in model.items()]
     words += ["--model.activation-checkpointing", "full", "--seq-len", str(given.seq_len)]
     words += ["--micro-batch-size", "1", "--strategy", "zero3", "--nproc", str(given.nproc), "--comm", "shm"]
-    words += ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16", "--max-steps", str(given.steps)]
+    words += ["--dtype", given.dtype, "--reduce-dtype", given.dtype, "--max-steps", str(given.steps)]
     words += ["--eval-interval", "0", "--checkpoint-interval", "-1", "--log-interval", "1", "--out", str(out)]
     words += ["--offload", offload, "--offload.fraction", "1"] if offload != "none" else []
     words += ["--offload.path", str(out / "states")] if offload.startswith("disk") else []
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and gradients")
     parser.add_argument("--times", type=float, default=4.0, help="how many times the bound the states are")
     parser.add_argument("--only", nargs="*", default=["none", "disk", "disk-all"])
     parser.add_argument("--json", action="store_true")

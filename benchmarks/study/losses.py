@@ -6,7 +6,7 @@
 *remedies*: what makes runs faster on slow links. *states*: optimizer states of fewer bytes, in training and in
 fine-tuning of a model that was trained before on the interpreter's standard library.
 
-10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four minutes a run on 2 cores. Runs
+10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four to ten minutes a run on 2 cores. Runs
 stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the
 command may be given as often as one likes. A run's loss is the validation loss at its end, with local steps that of the
 weights which all replicas have in common. Replicas begin apart from step 0, or *together*: the first fifth of the steps
@@ -40,6 +40,8 @@ class Choice:
         num_ranks, flags: of its run.
         together: its first steps are those of the first row.
         tuned: it begins with the weights of a model that was trained on another text, and makes a quarter of the steps.
+
+    One rank trains under `wide_products`, which changes nothing in fp32.
     """
 
     num_ranks: int
@@ -125,11 +127,13 @@ def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, ste
         return
     words = [*data, "--out", str(out), *MODEL]
     words += ["--max-steps", str(last), "--decay-steps", str(steps), "--warmup-steps", str(steps // 20)]
-    words += ["--seed", str(seed), "--nproc", str(choice.num_ranks), "--global-batch-size", str(rows)]
+    words += ["--nproc", str(choice.num_ranks)] if choice.num_ranks > 1 else []
+    words += ["--seed", str(seed), "--global-batch-size", str(rows)]
     words += ["--micro-batch-size", str(rows // choice.num_ranks), "--eval-interval", str(steps // 5)]
     words += ["--eval-rows", "128", "--checkpoint-interval", str(max(steps // 8, 1)), "--keep-checkpoints", "1"]
     words += ["--resume", "auto", "--comm", "shm", *choice.flags]
-    done = subprocess.run([sys.executable, "-m", "zeroshard", "train", *words], capture_output=True, text=True)
+    program = ["-m", "zeroshard"] if choice.num_ranks > 1 else [str(Path(__file__).with_name("wide_products.py"))]
+    done = subprocess.run([sys.executable, *program, "train", *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
 
