@@ -38,3 +38,10 @@ def test_a_run_tells_what_it_is(tiny_config):
         "batch": "2 sequences x 2 micro-batches x 1 rank x 16 tokens = 64 tokens a step",
         "compute": f"float32 on cpu, adamw with lr {config.lr:g}, torch {torch.__version__}",
     }
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_a_run_tells_that_this_cpu_computes_bfloat16_slowly(tiny_config, monkeypatch, has_instructions):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
+    said = ", for which this CPU has no instructions (float32 is many times faster)" * (not has_instructions)
+    assert built(tiny_config(dtype="bfloat16")).about["compute"].startswith(f"bfloat16 on cpu{said}, adamw with lr ")

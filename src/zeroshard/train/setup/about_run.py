@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zeroshard.comm import Communicator
 from zeroshard.data.registry import source_entry
 from zeroshard.models import LanguageModel
+from zeroshard.optim.muon import multiplies_bfloat16
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run
@@ -64,8 +65,9 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
         "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {groups} x "
         f"{config.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step",
-        "compute": f"{config.dtype} on {run.device}{', compiled' if config.compile else ''}, {config.optimizer} with "
-        f"lr {config.lr:g}, torch {torch.__version__}",
+        "compute": f"{config.dtype} on {run.device}{', compiled' if config.compile else ''}"
+        f"{products_in_words(config.dtype, run.device)}, {config.optimizer} with lr {config.lr:g}, torch "
+        f"{torch.__version__}",
     }
     return {label: said for label, said in lines.items() if said}
 
@@ -129,6 +131,13 @@ def update_in_words(config: TrainConfig, run: Run) -> str:
         return str(compare_updates(run.strategy.optimizer, run.device)).removeprefix("update ")
     except (TypeError, ValueError) as error:  # a class that takes parameters of certain shapes or names alone
         return f"on the host, not compared with the device's: {error}"
+
+
+def products_in_words(dtype: str, device: torch.device) -> str:
+    """What a user who did not expect so slow a run should know of its matrix products; else nothing."""
+    if dtype != "bfloat16" or multiplies_bfloat16(device):
+        return ""
+    return ", for which this CPU has no instructions (float32 is many times faster)"
 
 
 def communicator_in_words(comm: Communicator, strategy: str) -> str:
