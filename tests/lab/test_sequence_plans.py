@@ -104,6 +104,27 @@ def test_a_dry_run_sends_what_is_planned():
     assert found["peak"]["predicted"] == pytest.approx(found["peak"]["measured"], rel=0.03)
 
 
+@pytest.mark.parametrize("more", [{"sequence_parallel": 1}, {"sequence_parallel": 2}])
+def test_a_dry_run_of_tiles_as_ranks_sends_and_holds_what_is_planned(more):
+    given = {"model": {**TINY, "n_layer": 3, "activation_checkpointing": "full"}, "gpus": 2, "seq_len": 64, **more}
+    given |= {"stage": "3", "micro_batch": 2, "dtype": "float32", "tiles": "2", "reproducible": 2}
+    found = compared(validate(PlanConfig, given))
+    for name in ("messages", "message bytes", "params", "grads", "optimizer"):
+        assert found[name]["predicted"] == found[name]["measured"], name
+    assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
+
+
+def test_tiles_as_ranks_keep_a_gradient_of_every_parameter_each():
+    """All but one tile's, which the engine takes as they come: with few tokens they are the peak."""
+    model = LlamaConfig(vocab_size=61, seq_len=8, n_layer=3, n_head=4, n_kv_head=4, n_embd=64).build()
+    num_bytes = sum(param.nbytes for param in model.parameters())
+    peaks = [
+        trace_language_model(model, 1, 8, MixedPrecision(), tiles=tiles).peak_bytes - (tiles - 1) * num_bytes
+        for tiles in (1, 2, 4)
+    ]
+    assert all(0 <= peak < 0.4 * num_bytes for peak in peaks)
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -118,6 +139,9 @@ def test_a_dry_run_sends_what_is_planned():
             r"sequence_parallel: fewest-gpus looks at other numbers of GPUs",
         ),
         ({"sequence_parallel": 2, "global_batch": 3}, r"3 sequences cannot be shared out to 2 groups of 2 GPUs"),
+        ({"tiles": "3", "reproducible": 4}, r"tiles: 3 is no power of two, and reproducible divides by"),
+        ({"tiles": "8", "reproducible": 4}, r"tiles: 8 parts, each computed as a rank .*, do not divide 4 query heads"),
+        ({"tiles": "4", "reproducible": 4, "seq_len": 62}, r"seq_len: 62 tokens cannot be cut into 4 equal parts"),
         (
             {"sequence_parallel": 2, "shard_size": 1, "local_steps": {"every": 8}},
             r"sequence_parallel: 2 ranks share a sequence, and a replica that takes local steps has 1",
@@ -125,8 +149,9 @@ def test_a_dry_run_sends_what_is_planned():
     ],
 )
 def test_what_cannot_be_planned_is_one_line(given, line):
+    model = {**TINY, "activation_checkpointing": "full"}
     with pytest.raises(UserError, match=line):
-        answer_plan(validate(PlanConfig, {"model": TINY, "gpus": 4, "seq_len": 64, **given}))
+        answer_plan(validate(PlanConfig, {"model": model, "gpus": 4, "seq_len": 64, **given}))
 
 
 def test_a_training_config_has_the_setting_that_plans_have():

@@ -152,6 +152,27 @@ def test_a_block_that_writes_into_its_input_is_told_so_and_nobody_else_is():
         blocks[0](x=torch.ones(1, requires_grad=True))
 
 
+@pytest.mark.parametrize("how", ["none", "full", "offload", "selective"])
+def test_blocks_that_are_offloaded_twice_or_are_recomputed_already_run_forward_twice(build, batch, how):
+    wanted = gradients(build(DEEP), *batch)
+    model = build(replace(DEEP, activation_checkpointing=how))
+    runs = []
+    model.blocks[0].self_attn.register_forward_pre_hook(lambda *_: runs.append(how))
+    for blocks in (model.blocks, [*model.blocks[2:], model.blocks[2]]):
+        offload_inputs(*blocks)
+    assert_close(gradients(model, *batch), wanted)
+    assert len(runs) == 2
+
+
+def test_what_is_never_called_has_no_input_to_offload(build):
+    model = build(DEEP)
+    for wrong in (model.blocks, list(model.blocks), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(
+            TypeError, match=r"a (ModuleList|list|ModuleDict) is never called itself; give the blocks, as"
+        ):
+            offload_inputs(wrong)
+
+
 def _peak(config, how, cut, length):
     """The most bytes of activations that are alive at once, in fp32 numbers per token and width, without values."""
     sizes, most = [0], [0]

@@ -60,12 +60,12 @@ def theirs(folder, attention, way, **changes):
     return _built(config_of(f"hf:{folder}", {"attention": attention, **changes}).build, way)
 
 
-def _built(build, way):
+def _built(build, way, dropout=0.0):
     if way != "lora":
         model = build().eval()  # GPT-2 of `transformers` has dropout
         model.eos_id = EOS if way == "separated" else None
         return model
-    model = built_with_lora(build, Lora(rank=2, targets=("all-linear",)))
+    model = built_with_lora(build, Lora(rank=2, dropout=dropout, targets=("all-linear",)))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.requires_grad:
@@ -146,6 +146,102 @@ def _theirs(folder, attention):
 
 
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
+
+
+# Of each: ranks that share a sequence, and tiles of each that are computed as ranks.
+AS_RANKS = {"2 tiles": (1, 2), "4 tiles": (1, 4), "2 tiles on each of 2 ranks": (2, 2)}
+
+
+def parts_in_bits(comm, model, way, stage, size, tiles):
+    """Losses of one rank's parts, and the averaged gradients of an engine that adds them up exactly."""
+    parts = size * tiles
+    sequence = SequenceParallel.of(comm, size, tiles=tiles)
+    share_sequences(model, sequence)
+    zero = Zero(model, stage, comm=comm, units=model.units, reproducible=parts)
+    (tokens, targets), named = given(way, sequence.cut)
+    targets, total = targets.clone(), (rows()[1] != IGNORED).sum()
+    weights = torch.stack([(part != IGNORED).sum() * parts / total for part in targets.chunk(tiles, dim=1)])
+    for part in targets.chunk(tiles, dim=1):
+        if (part == IGNORED).all():
+            part[0, 0] = 0
+    sequence.as_ranks.seed(range(comm.rank * tiles, (comm.rank + 1) * tiles))
+    losses = model(tokens, targets, **named) * (weights if tiles > 1 else weights[0])
+    sequence.as_ranks.backward(losses.sum() / tiles)
+    return losses.detach().view(-1), zero.full_grads()
+
+
+def assert_tiles_have_the_bits_of_ranks(build, way, stage, size, tiles, how):
+    found = []
+    for ranks, of_each in ((size, tiles), (size * tiles, 1)):
+        models = [build(way, **recomputing(how, of_each)) for _ in range(ranks)]
+        found.append(run_threads(partial(_in_bits_of_thread, models, way, stage, of_each), ranks))
+    assert_same_bits(*found)
+
+
+def _in_bits_of_thread(models, way, stage, tiles, comm):
+    return parts_in_bits(comm, models[comm.rank], way, stage, comm.world_size, tiles)
+
+
+def recomputing(how, tiles):
+    return {"activation_checkpointing": how, "tiles": "none" if how == "none" or tiles == 1 else str(tiles)}
+
+
+def assert_same_bits(some, others):
+    """Of losses and gradients by rank: all parts' losses, and the gradients, which every rank has."""
+    assert [loss for losses, _ in some for loss in losses] == [loss for losses, _ in others for loss in losses]
+    (_, grads), (_, wanted) = some[0], others[0]
+    assert grads.keys() == wanted.keys()
+    found = {name: (grad, wanted[name]) for name, grad in grads.items() if grad is not None or wanted[name] is not None}
+    assert found
+    assert [name for name, pair in found.items() if not torch.equal(*pair)] == []
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["none", "full", "offload"])
+@pytest.mark.parametrize("parts", AS_RANKS)
+@pytest.mark.parametrize("kind", OURS)
+def test_tiles_of_our_models_have_the_bits_of_ranks(kind, parts, how, stage, way):
+    assert_tiles_have_the_bits_of_ranks(BUILDERS[kind], way, stage, *AS_RANKS[parts], how)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["none", "full", "offload"])
+@pytest.mark.parametrize("parts", AS_RANKS)
+@pytest.mark.parametrize("kind", THEIRS)
+def test_tiles_of_models_of_transformers_have_the_bits_of_ranks(hf_folder, kind, parts, how, stage, way):  # noqa: F811
+    name, _, attention = kind.partition(" ")
+    build = _theirs(hf_folder(name), attention or "auto")
+    assert_tiles_have_the_bits_of_ranks(build, way, stage, *AS_RANKS[parts], how)
+
+
+DRAWING = {"gpt2": "plain", "llama": "lora", "gpt2 of transformers": "plain", "gpt2 of transformers eager": "lora"}
+
+
+def drawn_in_bits(comm, kind, folder, how, size, tiles):
+    """Of a model with dropout, or with adapters that have it; random numbers are a process's, so ranks are some."""
+    changes, way = recomputing(how, tiles), DRAWING[kind]
+    if folder is not None:
+        build = config_of(f"hf:{folder}", {"attention": "eager" if kind.endswith("eager") else "auto", **changes}).build
+    else:
+        build = partial(replace(OURS[kind], **changes, **({"dropout": 0.2} if kind == "gpt2" else {})).build, seed=1)
+    return parts_in_bits(comm, _built(build, way, dropout=0.3).train(), way, 3, size, tiles)
+
+
+@pytest.mark.parametrize("how", ["none", "full", "offload"])
+@pytest.mark.parametrize("kind", DRAWING)
+def test_tiles_draw_the_random_numbers_of_ranks(gloo_ranks, hf_folder, kind, how):  # noqa: F811
+    folder = str(hf_folder("gpt2")) if "transformers" in kind else None
+    tiles = gloo_ranks(1).run(drawn_in_bits, kind, folder, how, 1, 2)
+    assert_same_bits(tiles, gloo_ranks(2).run(drawn_in_bits, kind, folder, how, 2, 1))
+
+
+def test_two_ranks_with_two_tiles_each_draw_what_four_ranks_draw(gloo_ranks):
+    both = gloo_ranks(2).run(drawn_in_bits, "gpt2", None, "full", 2, 2)
+    assert_same_bits(both, gloo_ranks(4).run(drawn_in_bits, "gpt2", None, "full", 4, 1))
 
 
 def test_selective_recomputation_runs_attention_of_shared_sequences_once():

@@ -1,15 +1,17 @@
 """Tiles as ranks in a loop of one's own, and what cannot be computed tile by tile."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_models import make_model
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
-from zeroshard.models import LlamaConfig, SequenceParallel, share_sequences
+from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.zero import Zero
 
 SIZES = {"vocab_size": 61, "seq_len": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "ffn_hidden": 48}
@@ -82,6 +84,72 @@ def test_generating_from_a_rank_s_part_is_refused():
             model.generate(IDS[:, :4], max_new_tokens=2, do_sample=False, **how)
         with sequence.paused():
             assert model.generate(IDS[:, :4] + 1, max_new_tokens=2, min_new_tokens=2, **how).shape == (2, 6)
+
+
+DROPS = GPT2Config(61, 16, n_layer=2, n_head=4, n_embd=32, dropout=0.3)
+
+
+def _drawn(config, seeds=(5, 6), micro_batches=1):
+    """Losses and gradients of a GPT-2 with dropout, of two tiles; of several forwards before their backwards."""
+    model = config.build(seed=1)
+    sequence = SequenceParallel(LocalCommunicator(), tiles=2)
+    share_sequences(model, sequence)
+    sequence.as_ranks.seed(seeds)
+    before = torch.get_rng_state()
+    losses = [model(IDS[:, :-1], IDS[:, 1:]) for _ in range(micro_batches)]
+    for each in losses:
+        sequence.as_ranks.backward(each.mean())
+    assert torch.equal(torch.get_rng_state(), before)
+    return [each.tolist() for each in losses], [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "tiles"), [("full", "none"), ("offload", "none"), ("full", "2"), ("selective", "none")]
+)
+def test_blocks_that_run_again_draw_what_each_tile_has_drawn(how, tiles, micro_batches):
+    kept = _drawn(DROPS, micro_batches=micro_batches)
+    again = _drawn(replace(DROPS, activation_checkpointing=how, tiles=tiles), micro_batches=micro_batches)
+    assert kept[0] == again[0]
+    assert all(map(torch.equal, kept[1], again[1]))
+
+
+def test_each_tile_draws_by_its_own_seed():
+    (losses,), _ = _drawn(DROPS)
+    (others,), _ = _drawn(DROPS, seeds=(5, 7))
+    assert losses[0] != others[0], "attention sees both tiles"
+    assert losses == _drawn(DROPS)[0][0]
+    with torch.no_grad():
+        model = DROPS.build(seed=1).eval()
+        sequence = SequenceParallel(LocalCommunicator(), tiles=2)
+        share_sequences(model, sequence)
+        wanted = model(IDS[:, :-1], IDS[:, 1:])
+        sequence.as_ranks.seed((5, 6))
+        assert torch.equal(model(IDS[:, :-1], IDS[:, 1:]), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_random_numbers_that_are_no_tile_s_are_refused():
+    tiles = SequenceParallel(LocalCommunicator(), tiles=2)
+    model = DROPS.build(seed=1)
+    share_sequences(model, tiles)
+    with pytest.raises(UserError, match=r"tiles: the model draws .*; seed those of each tile by TilesAsRanks.seed, or"):
+        model(IDS[:, :-1], IDS[:, 1:])
+    with pytest.raises(ValueError, match=r"seed: 3 seeds for 2 tiles; give one for each tile"):
+        tiles.as_ranks.seed((5, 6, 7))
+    tiles.as_ranks.seed((5, 6))
+    model.blocks[0].register_forward_hook(lambda block, given, output: F.dropout(output, 0.1))
+    with pytest.raises(
+        UserError, match=r"a GPT2 draws random numbers outside of modules that are computed tile by tile"
+    ):
+        model(IDS[:, :-1], IDS[:, 1:])
+    theirs = make_model("gpt2").train()
+    theirs.gradient_checkpointing_enable()
+    tiles = SequenceParallel(LocalCommunicator(), tiles=2)
+    share_sequences(theirs, tiles)
+    tiles.as_ranks.seed((5, 6))
+    with pytest.raises(UserError, match=r"blocks that recompute themselves do not draw again .*offload_inputs"):
+        theirs(input_ids=IDS[:, :-1], use_cache=False).logits.sum().backward()
 
 
 class _Scaled(nn.Module):

@@ -10,6 +10,7 @@ from hf_models import text_model  # noqa: F401 -- a fixture
 from tiny_runs import events_of, train_on
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import UserError
+from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 
@@ -20,21 +21,26 @@ FULL = {"activation_checkpointing": "full"}
 
 def _digest(config, world):
     """Of all weights after the last step, and the losses, norms and evaluations on the way."""
-
-    def run(comm):
-        _, found = train_on(comm, config)
-        weights = found.strategy.zero.state_dict()
-        digest = hashlib.sha256()
-        for name, each in sorted(weights.items()):
-            digest.update(name.encode())
-            digest.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    digests = run_threads(run, world)
+    digests = run_threads(lambda comm: _digest_of_rank(comm, config), world)
     assert len(set(digests)) == 1
+    return digests[0], _told(config)
+
+
+def _digest_of_rank(comm, config):
+    """Train, hold steps to their plan if that is enforced, and return the digest of the weights."""
+    _, found = train_on(comm, config, predict=predict if config.plan.enforce else None)
+    assert not config.plan.enforce or (found.contract.difference == "" and found.contract.num_checked > 0)
+    digest = hashlib.sha256()
+    for name, each in sorted(found.strategy.zero.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _told(config):
     kept = ("step", "loss", "grad_norm", "val_loss")
     events = [event for event in events_of(config.out) if event["event"] in ("step", "eval")]
-    return digests[0], [[event.get(key) for key in kept] for event in events]
+    return [[event.get(key) for key in kept] for event in events]
 
 
 @pytest.fixture
@@ -86,14 +92,14 @@ def test_packed_documents_adapters_and_narrow_dtypes_have_the_same_bits(
 @pytest.mark.parametrize(("size", "changes"), [(2, {}), (4, {"lora": {"rank": 2}})])
 def test_a_model_of_transformers_has_the_same_bits(tiny_config, tmp_path, text_model, examples, size, changes):  # noqa: F811
     model = {"name": f"hf:{text_model}"}
-    given = {**examples, "strategy": "zero3", "max_steps": 3, **changes}
+    given = {**examples, "strategy": "zero3", "max_steps": 3, "plan": {"enforce": True}, **changes}
     tiles, ranks = _pair(tiny_config, tmp_path, size, model, **given)
     assert tiles == ranks
 
 
 def test_ranks_and_tiles_of_each_are_so_many_parts_together(tiny_config, tmp_path):
     """Four parts: 4 tiles on each of 2 ranks that share nothing, and 2 tiles on each of 2 ranks of a sequence."""
-    given = {"reproducible": 2, "max_steps": 3, "seq_len": 32, "strategy": "zero3"}
+    given = {"reproducible": 2, "max_steps": 3, "seq_len": 32, "strategy": "zero3", "plan": {"enforce": True}}
     found = []
     for name, tiles, size, world in (("replicas", 4, 1, 2), ("both", 2, 2, 2), ("ranks", 1, 4, 4)):
         cut = {"tiles": tiles} if tiles > 1 else {}
@@ -108,26 +114,26 @@ def test_a_run_says_that_tiles_are_computed_as_ranks_and_refuses_what_would_diff
     train_on(LocalCommunicator(), tiny_config(model=model, **given))
     said = events_of(tmp_path / "run", "start")[0]["about"]["strategy"]
     assert said.endswith("bits on any number up to 4; 2 tiles of a sequence on each are computed as 2 ranks")
-    for changes, line in (
-        ({"dropout": 0.1}, r"tiles: the model draws random numbers, .*; set dropout to 0, or leave tiles out"),
-        (
-            {"n_head": 1},
-            r"tiles: 2 parts, each computed as a rank .*, do not divide 1 query heads; choose one of 1",
-        ),
-    ):
-        config = tiny_config(model={**model, **changes}, out=str(tmp_path / next(iter(changes))), **given)
-        with pytest.raises(UserError, match=line):
-            train_on(LocalCommunicator(), config)
+    config = tiny_config(model={**model, "n_head": 1}, out=str(tmp_path / "odd"), **given)
+    with pytest.raises(UserError, match=r"tiles: 2 parts, each .*, do not divide 1 query heads; choose one of 1"):
+        train_on(LocalCommunicator(), config)
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_a_run_that_draws_keeps_its_plan_and_draws_what_ranks_draw(tiny_config, tmp_path, gloo_ranks, tiles):
+    given = {"reproducible": 2, "max_steps": 3, "eval_interval": 2, "strategy": "zero3", "plan": {"enforce": True}}
+    given["model"] = {**GPT2, **FULL, "dropout": 0.2}
+    alone = tiny_config(**given, tiles=tiles, out=str(tmp_path / "tiles"))
+    shared = tiny_config(**given, sequence_parallel=tiles, out=str(tmp_path / "ranks"))
+    (found,) = gloo_ranks(1).run(_digest_of_rank, alone)
+    assert {found} == set(gloo_ranks(tiles).run(_digest_of_rank, shared))
+    assert _told(alone) == _told(shared)
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"tiles": 3}, r"tiles: 3 is no power of two, and reproducible divides by the number of parts"),
-        (
-            {"tiles": 2, "plan": {"enforce": True}},
-            r"plan.enforce: tiles that are computed as ranks \(reproducible\) have no plan",
-        ),
         ({"tiles": 32}, r"seq_len: 16 tokens are fewer than the 32 ranks that share them"),
     ],
 )

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -98,13 +98,24 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
 def offload_inputs(*blocks: nn.Module) -> None:
     """Recompute these blocks in backward, and keep their inputs on the host until then, in place.
 
-    A block that recomputes itself already, as those of `transformers` do after ``gradient_checkpointing_enable()``,
-    runs as before. The input is the first argument of the block's forward, a tensor; the block must not write into it.
+    A block that is recomputed already, by a setting of our models or as those of `transformers` recompute themselves
+    after ``gradient_checkpointing_enable()``, runs as before. The input is the first argument of the block's forward, a
+    tensor; the block must not write into it.
 
     Args:
         blocks: modules, in any order, in one call or several.
+
+    Raises:
+        TypeError: one of them is no module that is called, such as the list of all blocks.
     """
-    recompute_blocks(blocks, "offload", random=True)
+    for block in blocks:
+        if not isinstance(block, nn.Module) or type(block).forward is nn.Module.forward:
+            what = f"offload_inputs: a {type(block).__name__} is never called itself"
+            raise TypeError(f"{what}; give the blocks, as in offload_inputs(*model.blocks)")
+    for block in blocks:
+        if not isinstance(block.forward, OnHost):
+            run = block.forward if _is_recomputed(block.forward) else partial(_run, block.forward, None, True)
+            block.forward = OnHost(run)
 
 
 def change_forward(block: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -119,7 +130,7 @@ def change_recomputed(block: nn.Module, change: Callable[[Callable[..., Any]], C
     """Replace what a block's forward runs twice by ``change`` of it; of a block that keeps everything, all of it."""
 
     def inside(forward: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(forward, partial) and forward.func is _run:
+        if _is_recomputed(forward):
             inner, kept, random = forward.args
             return partial(_run, change(inner), kept, random)
         return change(forward)
@@ -133,11 +144,37 @@ def keep_random_state(blocks: Iterable[nn.Module]) -> None:
         change_forward(block, _random)
 
 
+class Replay(Protocol):
+    """Where random numbers stand that torch's checkpointing does not know."""
+
+    def run(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Return ``forward(*inputs)``; in backward with the random numbers of the first call."""
+        ...
+
+
+def replay_second_runs(block: nn.Module, begin: Callable[[], Replay]) -> None:
+    """Have a recomputed block run by what ``begin()`` returns, in both runs, in place; others stay as they are."""
+
+    def replayed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        assert _is_recomputed(forward)
+        inner, kept, _ = forward.args
+        return partial(_run, inner, kept, begin)
+
+    forward = block.forward.run if isinstance(block.forward, OnHost) else block.forward
+    if _is_recomputed(forward):
+        change_forward(block, replayed)
+
+
 def _random(forward: Callable[..., Any]) -> Callable[..., Any]:
-    if isinstance(forward, partial) and forward.func is _run:
+    if _is_recomputed(forward):
         inner, kept, _ = forward.args
         return partial(_run, inner, kept, True)
     return forward
+
+
+def _is_recomputed(forward: Callable[..., Any]) -> TypeGuard[partial[Any]]:
+    """Whether it is a block's forward that `recompute_blocks` has changed."""
+    return isinstance(forward, partial) and forward.func is _run
 
 
 def _is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -170,14 +207,20 @@ def _every_second_product() -> Any:
 
 
 def _run(
-    forward: Callable[..., Tensor], kept: Callable[[], Any] | None, random: bool, *inputs: Tensor, **named: Any
+    forward: Callable[..., Tensor],
+    kept: Callable[[], Any] | None,
+    random: bool | Callable[[], Replay],
+    *inputs: Tensor,
+    **named: Any,
 ) -> Tensor:
     if not torch.is_grad_enabled() or _recomputes_itself(forward):
         return forward(*inputs, **named)
     if named:
         forward = partial(forward, **named)
+    if not isinstance(random, bool):
+        forward = partial(random().run, forward)
     options: dict[str, Any] = {} if kept is None else {"context_fn": kept}
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random is not False, **options)
 
 
 def _recomputes_itself(forward: Callable[..., Any]) -> bool:

@@ -187,8 +187,8 @@ class SequenceParallel:
             q, k, v = (each.to(dtype) for each in (q, k, v))
         if self.size > 1:
             q, k, v = _Exchange.apply(self, True, q, k, v)
-        tiles = self.num_parts // self.size
-        y = attention(q, k, v) if tiles == 1 else in_groups(attention, tiles, q, k, v)
+        tiles = self.as_ranks
+        y = attention(q, k, v) if tiles is None or tiles.num == 1 else in_groups(attention, tiles, q, k, v)
         if self.size == 1:
             return y
         return _Exchange.apply(self, False, y.transpose(1, 2))[0].transpose(1, 2)

@@ -17,7 +17,7 @@ Shape legend: B batch, T sequence, C width, F width of a feed-forward layer's mi
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -87,9 +87,9 @@ def alike_tiles(log: Log) -> Generator[None]:
         _log.reset(token)
 
 
-def _turns(num_tokens: int, num: int) -> Generator[tuple[int, int]]:
-    """Yield `bounds`, in `alike_tiles` only those of tiles that no other one is taken for."""
-    tiles, log, place = bounds(num_tokens, num), _log.get(), 0
+def _turns(num_tokens: int, num: int, as_ranks: AsRanks | None) -> Generator[tuple[int, int]]:
+    """Yield `bounds`, in `alike_tiles` only those of tiles that no other one is taken for; ``as_ranks`` keeps all."""
+    tiles, log, place = bounds(num_tokens, num), _log.get() if as_ranks is None else None, 0
     while place < len(tiles):
         since = 0 if log is None else log.here()
         yield tiles[place]
@@ -135,17 +135,18 @@ def tiled(
         raise ValueError(f"tiled: {num} tiles of {shapes}; give 1 tile or more, of tensors [B, T, ...]")
     trained = [param for param in params if param.requires_grad]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*inputs, *trained)):
-        return _by_tile(function, num, inputs)
+        return _by_tile(function, num, inputs, as_ranks)
     kept = _Kept.apply(torch.empty(0, requires_grad=True), *inputs)
     tiling = _Tiling(function, num, kept.grad_fn, random, inputs[0].device, as_ranks)
     return _Tiles.apply(tiling, len(inputs), kept, *inputs, *trained)
 
 
-def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor]) -> Tensor:
+def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor], as_ranks: AsRanks | None) -> Tensor:
     out: Tensor | None = None
-    for start, end in _turns(inputs[0].shape[1], num):
-        # without gaps: a whole input has none either, and Conv1D of GPT-2 in `transformers` takes a view of it
-        part = function(*(each[:, start:end].detach().contiguous() for each in inputs))
+    for tile, (start, end) in enumerate(_turns(inputs[0].shape[1], num, as_ranks)):
+        with nullcontext() if as_ranks is None else as_ranks.inside(tile):
+            # without gaps: a whole input has none either, and Conv1D of GPT-2 in `transformers` takes a view of it
+            part = function(*(each[:, start:end].detach().contiguous() for each in inputs))
         if out is None:
             out = part.new_empty(part.shape[0], inputs[0].shape[1], *part.shape[2:])
         out[:, start:end] = part
@@ -174,8 +175,9 @@ class _Tiling:
             # A copy of weights that was cast without a graph must not be found by what needs one.
             "cache_enabled": False,
         }
+        self._replay = None if as_ranks is None else as_ranks.replay()
         self._random_states: list[Tensor] = []
-        if random:
+        if random and as_ranks is None:
             self._random_states = [torch.get_rng_state()]
             if device.type == "cuda":
                 self._random_states.append(torch.cuda.get_rng_state(device))
@@ -188,7 +190,8 @@ class _Tiling:
     def same_random_numbers(self) -> Generator[None]:
         """Draw in this block what forward has drawn."""
         if not self._random_states:
-            yield
+            with nullcontext() if self._replay is None else self._replay.again():
+                yield
             return
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
@@ -220,7 +223,7 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx: Any, tiling: _Tiling, num_inputs: int, kept: Tensor, *tensors: Tensor) -> Tensor:
         ctx.tiling, ctx.num_inputs, ctx.trained = tiling, num_inputs, tensors[num_inputs:]
         with tiling.autocast():
-            return _by_tile(tiling.function, tiling.num, tensors[:num_inputs])
+            return _by_tile(tiling.function, tiling.num, tensors[:num_inputs], tiling.as_ranks)
 
     @staticmethod
     @once_differentiable
@@ -234,12 +237,13 @@ class _Tiles(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(trained)
         apart: list[list[Tensor | None]] = []
         with tiling.same_random_numbers():
-            for start, end in _turns(inputs[0].shape[1], tiling.num):
+            for tile, (start, end) in enumerate(_turns(inputs[0].shape[1], tiling.num, tiling.as_ranks)):
                 parts = [
                     each[:, start:end].detach().contiguous().requires_grad_(needs)
                     for each, needs in zip(inputs, wanted, strict=False)
                 ]
-                with torch.enable_grad(), tiling.autocast():
+                one_rank = nullcontext() if tiling.as_ranks is None else tiling.as_ranks.inside(tile)
+                with torch.enable_grad(), tiling.autocast(), one_rank:
                     # views, since hooks on modules' inputs (of FlopCounterMode, for one) take no leaves here
                     out = tiling.function(*(part.view_as(part) for part in parts))
                 leaves = [*(part for part in parts if part.requires_grad), *trained]
@@ -289,6 +293,14 @@ def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return total.add_(grad)
 
 
+class Replay(Protocol):
+    """Where random numbers of tiles stood."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Draw in this block from there."""
+        ...
+
+
 class AsRanks(Protocol):
     """Tiles of which each is computed as a rank of its own: `zeroshard.models.tiles_as_ranks.TilesAsRanks`."""
 
@@ -299,8 +311,12 @@ class AsRanks(Protocol):
         """Whether tiles are those of one rank now."""
         ...
 
-    def inside(self) -> AbstractContextManager[None]:
-        """In this block modules are given one tile."""
+    def inside(self, tile: int) -> AbstractContextManager[None]:
+        """In this block modules are given one tile, and draw its random numbers."""
+        ...
+
+    def replay(self) -> Replay:
+        """Return where the tiles' random numbers stand, to be drawn again."""
         ...
 
     def grad_of(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -334,14 +350,9 @@ class Tiler:
         params = [param for module in modules for param in module.parameters()]
         as_ranks = None if self.as_ranks is None or self.as_ranks.is_off else self.as_ranks
         if as_ranks is not None:
-            num, function = as_ranks.num, partial(_inside, as_ranks, function)
+            num = as_ranks.num
         random = self.random and modules[0].training
         return tiled(function, params, num, *inputs, random=random, as_ranks=as_ranks)
-
-
-def _inside(as_ranks: AsRanks, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    with as_ranks.inside():
-        return function(*(each.contiguous() for each in inputs))  # as a rank has it
 
 
 def tile_mlps(module: nn.Module, how: str) -> list[str]:

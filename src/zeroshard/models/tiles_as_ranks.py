@@ -19,24 +19,37 @@ memory of the parameters' gradients.
     gradients in the order in which they come, and two sums of three terms may differ. With tiles a module's own uses
     are added up first, tile by tile. So ranks add them up first too: one tile is a view of all tokens.
 
+[Note: Random numbers of tiles]
+    Each rank seeds its own, so each tile has states of torch's generators of its own (`TilesAsRanks.seed`). They take
+    the place of the process's while what may draw is computed: modules with parameters, `nn.Dropout`, and attention of
+    a group of heads. What draws elsewhere leaves a trace in the process's generator, and is refused. Backward runs a
+    recomputed block, or a layer by tiles, from the states that its forward began with (`Replay`). Threads share
+    one generator: what each draws is not known if they are ranks, and nothing is refused where others have set it.
+
 Shape legend: B batch, T sequence, H heads, N tiles.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from zeroshard.errors import UserError
 from zeroshard.models.cache import KVCache
+from zeroshard.models.recompute import replay_second_runs
 from zeroshard.models.tiles import MLP_CLASSES, Tiler, added
-from zeroshard.torch_internals import own_parameters
+from zeroshard.torch_internals import in_backward, own_parameters
+
+States = list[Tensor]  # of the generators of the CPU and of a GPU
+_in_forward: dict[int, TilesAsRanks] = {}  # by thread
 
 
 class TilesAsRanks:
@@ -55,7 +68,11 @@ class TilesAsRanks:
         self._is_inside = False  # whether a tile is being computed
         self._has_cache = False
         self._apart: list[dict[nn.Parameter, Tensor]] | None = None  # gradients of all tiles but the first
-        self._random_state: tuple[torch.device, Tensor] | None = None
+        self._device = torch.device("cpu")
+        self._random: list[States] | None = None  # of each tile: [Note: Random numbers of tiles]; None: not seeded
+        self._replays = False  # whether these are those of a forward whose backward runs
+        self._before: States | None = None  # of the process, when the forward began that is running
+        self._is_disturbed = False  # whether another thread has set them since
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TilesAsRanks:
         """A copy of a model has the same tiles."""
@@ -77,9 +94,12 @@ class TilesAsRanks:
             for tiler in (getattr(module, "tile", None), getattr(module.forward, "func", None)):
                 if isinstance(tiler, Tiler):
                     tiler.as_ranks = self
-            if type(module).__name__ in MLP_CLASSES and self.num == 1:
+            if type(module).__name__ in MLP_CLASSES:  # whether it runs by tiles or not
                 module.forward = partial(_with_inputs_of_its_own, module.forward)
-            if not any(param is not None for param in own_parameters(module).values()):
+            if self.num > 1:
+                replay_second_runs(module, self.replay)
+            drops = isinstance(module, nn.Dropout) and module.p > 0 and self.num > 1
+            if not drops and not any(param is not None for param in own_parameters(module).values()):
                 continue
             if self.num == 1:
                 module.forward = partial(_with_inputs_of_its_own, module.forward)
@@ -95,36 +115,51 @@ class TilesAsRanks:
         given = (*args, *named.values())
         self._has_cache = any(isinstance(each, KVCache) for each in given)
         tokens = next((each for each in given if isinstance(each, Tensor)), None)
-        self._random_state = None
+        self._before = None
         if tokens is None or self.is_paused or self._has_cache:
             return
         self.num_tokens = tokens.shape[1]
         if self.num_tokens % self.num:
             what = f"{self.num_tokens} tokens cannot be cut into {self.num} equal tiles (tiles, reproducible)"
             raise UserError("seq_len", what, f"give a multiple of {self.num}")
-        if model.training and self.num > 1:
-            self._random_state = tokens.device, _random_state(tokens.device)
+        if model.training and self.num > 1 and not isinstance(tokens, FakeTensor) and not tokens.is_meta:
+            if self._random is not None and tokens.device.type != self._device.type:
+                what = f"random numbers are seeded on {self._device.type}, and tokens are on {tokens.device.type}"
+                raise UserError("tiles", what, "give TilesAsRanks.seed the model's device")
+            self._device = tokens.device
+            self._before, self._is_disturbed = self._states(), False
+            _in_forward[threading.get_ident()] = self
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        before, self._random_state, self._has_cache = self._random_state, None, False
-        if before is not None and output is not None and not torch.equal(before[1], _random_state(before[0])):
-            what = "the model draws random numbers, and each rank of a sequence would draw its own"
-            raise UserError("tiles", f"{what} (reproducible)", "set dropout to 0, or leave tiles out")
+        before, self._before, self._has_cache = self._before, None, False
+        _in_forward.pop(threading.get_ident(), None)
+        if before is None or output is None or self._is_disturbed or _are_equal(before, self._states()):
+            return
+        if self._random is None:
+            what = "the model draws random numbers, and each rank of a sequence would draw its own (reproducible)"
+            raise UserError("tiles", what, "seed those of each tile by TilesAsRanks.seed, or set dropout to 0")
+        what = f"a {type(model).__name__} draws random numbers outside of modules that are computed tile by tile"
+        raise UserError("tiles", f"{what} (reproducible)", "set dropout to 0, or leave tiles out")
 
     # -- tiles --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def inside(self) -> Generator[None]:
-        """In this block modules are given one tile already."""
+    def inside(self, tile: int) -> Generator[None]:
+        """In this block modules are given one tile already, and draw its random numbers.
+
+        Raises:
+            UserError: they draw in a backward that does not know what forward has drawn.
+        """
         before, self._is_inside = self._is_inside, True
         try:
-            yield
+            with nullcontext() if self._random is None else self._drawing(self._random, tile):
+                yield
         finally:
             self._is_inside = before
 
     def _by_tile(self, name: str, module: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         """Return ``forward(*inputs)``, computed for one tile after another with the gradients of parameters apart."""
-        if self.is_off:
+        if self.is_off or (isinstance(module, nn.Dropout) and not module.training):
             return forward(*inputs, **named)
         along = self._tokens_along(name, module, inputs[0])
         tiles = [self._cut(name, module, each) for each in inputs]
@@ -132,11 +167,10 @@ class TilesAsRanks:
         params = {key: each for key, each in own_parameters(module).items() if each is not None and each.requires_grad}
         apart = {key: _Apart.apply(self, each) for key, each in params.items()} if torch.is_grad_enabled() else {}
         found = []
-        with self.inside():
-            for tile in range(self.num):
-                with _in_place_of(module, {key: each[tile] for key, each in apart.items()}):
-                    given = {key: each[tile] for key, each in options.items()}
-                    found.append(forward(*(each[tile] for each in tiles), **given))
+        for tile in range(self.num):
+            with self.inside(tile), _in_place_of(module, {key: each[tile] for key, each in apart.items()}):
+                given = {key: each[tile] for key, each in options.items()}
+                found.append(forward(*(each[tile] for each in tiles), **given))
         if isinstance(found[0], Tensor):
             return _joined(found, along)
         return tuple(_joined(each, along) for each in zip(*found, strict=True))
@@ -159,6 +193,60 @@ class TilesAsRanks:
         what = f"{name}, a {type(module).__name__}, is given {shape}, and not [B, T, ...] of {self.num_tokens} tokens"
         raise UserError("tiles", f"{what}, so it cannot be computed tile by tile (reproducible)", "leave it out")
 
+    # -- random numbers -----------------------------------------------------------------------------------------
+
+    def seed(self, seeds: Sequence[int], device: torch.device | str = "cpu") -> None:
+        """Seed the random numbers of each tile, as each rank seeds its own by `torch.manual_seed`.
+
+        Args:
+            seeds: of the ranks whose parts the tiles are, one for each tile.
+            device: the device that computes.
+
+        Raises:
+            ValueError: there are more seeds than tiles, or fewer.
+        """
+        if len(seeds) != self.num:
+            raise ValueError(f"seed: {len(seeds)} seeds for {self.num} tiles; give one for each tile")
+        self._device, found = torch.device(device), []
+        for each in reversed(seeds):  # the first one is then the process's too
+            self._disturb_others()
+            torch.manual_seed(each)
+            found.append(self._states())
+        self._random = found[::-1] if self.num > 1 else None
+
+    def replay(self) -> Replay:
+        """Return where the tiles' random numbers stand now, for a backward that draws them again."""
+        return Replay(self)
+
+    @contextmanager
+    def _drawing(self, random: list[States], tile: int) -> Generator[None]:
+        """Draw in this block the random numbers of one tile."""
+        began = random[tile]
+        outside = self._states(began)
+        try:
+            yield
+        finally:
+            random[tile] = self._states(outside)
+        if in_backward() and not self._replays and not _are_equal(began, random[tile]):
+            what = "blocks that recompute themselves do not draw again what each tile has drawn (reproducible)"
+            raise UserError("tiles", what, "recompute them by zeroshard.models.offload_inputs, or set dropout to 0")
+
+    def _states(self, following: States | None = None) -> States:
+        """Return the states of the process's generators; then give them those of ``following``."""
+        found = [torch.get_rng_state()]
+        if following is not None:
+            self._disturb_others()
+            torch.set_rng_state(following[0])
+        if self._device.type == "cuda":
+            found.append(torch.cuda.get_rng_state(self._device))
+            if following is not None:
+                torch.cuda.set_rng_state(following[1], self._device)
+        return found
+
+    def _disturb_others(self) -> None:
+        for other in list(_in_forward.values()):
+            other._is_disturbed |= other is not self
+
     # -- gradients ----------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
@@ -177,7 +265,9 @@ class TilesAsRanks:
             grads = apart.pop(0)
             given = [grads.get(param) for param in trained]
             given = [torch.zeros_like(p) if each is None else each for p, each in zip(trained, given, strict=True)]
-            torch.autograd.backward(_Given.apply(given, *trained))
+            scalar = _Given.apply(given, *trained)
+            del given, grads  # autograd takes each gradient over, and frees it when the engine has it
+            torch.autograd.backward(scalar)
 
     def grad_of(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Take ``param``'s gradient of each tile; return what its own backward adds to ``param.grad``."""
@@ -190,6 +280,29 @@ class TilesAsRanks:
             if grad is not None:  # a parameter that is used twice has the sum, as on a rank
                 kept[param] = kept[param] + grad if param in kept else grad
         return grads[0]
+
+
+class Replay:
+    """Where the random numbers of tiles stood when it was made, so that backward draws what forward has drawn."""
+
+    def __init__(self, tiles: TilesAsRanks) -> None:
+        self._tiles, self._random = tiles, None if tiles._random is None else list(tiles._random)
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """Draw in this block from there."""
+        tiles = self._tiles
+        before = tiles._random, tiles._replays
+        tiles._random, tiles._replays = None if self._random is None else list(self._random), True
+        try:
+            yield
+        finally:
+            tiles._random, tiles._replays = before
+
+    def run(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Return ``forward(*inputs)``; in backward with the random numbers of the first call."""
+        with self.again() if in_backward() else nullcontext():
+            return forward(*inputs)
 
 
 def _with_inputs_of_its_own(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
@@ -224,7 +337,8 @@ class _Given(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.grads
+        given, ctx.grads = ctx.grads, None
+        return None, *given
 
 
 @contextmanager
@@ -243,16 +357,20 @@ def _joined(tiles: Sequence[Tensor], along: int) -> Tensor:
     return torch.stack(list(tiles)) if tiles[0].dim() == 0 else torch.cat(list(tiles), along)
 
 
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _are_equal(some: States, others: States) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 def in_groups(
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor], num: int, q: Tensor, k: Tensor, v: Tensor
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], tiles: TilesAsRanks, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """Return ``attention`` [B, T, H, D] of [B, H, T, D], one of ``num`` groups of heads after another."""
-    groups: Iterator[Any] = zip(*(each.chunk(num, dim=1) for each in (q, k, v)), strict=True)
-    return torch.cat([attention(*_as_received(group)) for group in groups], dim=2)
+    """Return ``attention`` [B, T, H, D] of [B, H, T, D], a tile's group of heads after another."""
+    groups: Iterator[Any] = zip(*(each.chunk(tiles.num, dim=1) for each in (q, k, v)), strict=True)
+    found = []
+    for tile, group in enumerate(groups):
+        with tiles.inside(tile):
+            found.append(attention(*_as_received(group)))
+    return torch.cat(found, dim=2)
 
 
 def _as_received(group: Sequence[Tensor]) -> list[Tensor]:

@@ -77,7 +77,8 @@ class Planner:
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
-        least = self.reproducible // self.cluster.world_size if self.reproducible else 1  # fewest; others are multiples
+        parts = self.cluster.world_size * (self.workload.tiles or 1)  # of rows at a time
+        least = self.reproducible // parts if self.reproducible else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
         at_once = micro_batch * (self.cluster.world_size // self.workload.sequence_parallel)
@@ -325,7 +326,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.headroom,
         asked.software_of(workload.model),
         asked.node_copy or 0,
-        (asked.reproducible or 0) * asked.sequence_parallel,
+        (asked.reproducible or 0) * asked.sequence_parallel * (asked.tiles or 1),
         asked.offload,
         asked.host_memory_bytes,
     )

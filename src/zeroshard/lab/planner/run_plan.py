@@ -15,7 +15,7 @@ from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
-from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState, ema_bytes, file_parts, state_bytes
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, state_bytes
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import frozen_s, host_rates, unit_times, waiting_s
@@ -66,8 +66,7 @@ def predict(job: Job) -> Planned:
     if not job.estimates:
         return planned
     try:
-        share = job.sequence_parallel
-        step = _step(job.model, buffers, job.micro_batch_size, job.seq_len, settings, state, sequence_parallel=share)
+        step = step_of(_trace(job, settings), buffers, state, settings)
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise
@@ -134,6 +133,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         num_replicas=settings.num_replicas,
         flows=None if job.model.lora is None else flows_of(buffers),
         reproducible=job.reproducible,
+        tiles=job.tiles or 1,
     )
     parts = file_parts(
         buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, precision=settings.precision
@@ -170,7 +170,7 @@ def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibratio
 def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Device) -> float:
     """Seconds for which a step waits for state that is off the device; on a CPU also those of its update."""
     assert job.offload is not None
-    trace = _trace(job.model, job.micro_batch_size, job.seq_len, settings, job.sequence_parallel)
+    trace = _trace(job, settings)
     rates = host_rates(device, job.ranks_per_node)
     times = unit_times(trace, buffers, OPTIMIZER_STATES[job.optimizer], settings, device, rates)
     streamed_s = frozen_s(buffers, job.offload, settings, rates)
@@ -210,8 +210,8 @@ def predicted_step(
     """The time of a step of one micro-batch in fp32 with AdamW, without clipping; ``model`` needs no values."""
     buffers = buffers_of(model, world_size, model.units)
     settings = Settings(row, device_type=calibration.device.device_type, clips=False)
-    step = _step(model, buffers, micro_batch_size, seq_len, settings, OPTIMIZER_STATES["AdamW"])
-    return _timing(step, calibration, world_size)
+    trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
+    return _timing(step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings), calibration, world_size)
 
 
 def behind(measured: Link, links: Links) -> Link:
@@ -245,25 +245,11 @@ def _calibration(job: Job) -> Calibration:
     return found
 
 
-def _step(
-    model: LanguageModel,
-    buffers: list[Buffer],
-    micro_batch_size: int,
-    seq_len: int,
-    settings: Settings,
-    state: OptimizerState,
-    *,
-    sequence_parallel: int = 1,
-) -> Step:
-    trace = _trace(model, micro_batch_size, seq_len, settings, sequence_parallel)
-    return step_of(trace, buffers, state, settings)
-
-
-def _trace(
-    model: LanguageModel, micro_batch_size: int, seq_len: int, settings: Settings, sequence_parallel: int
-) -> Trace:
-    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": sequence_parallel}
-    return trace_language_model(model, micro_batch_size, seq_len, settings.precision, **how)
+def _trace(job: Job, settings: Settings) -> Trace:
+    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": job.sequence_parallel}
+    return trace_language_model(
+        job.model, job.micro_batch_size, job.seq_len, settings.precision, tiles=job.tiles, **how
+    )
 
 
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:

@@ -65,6 +65,7 @@ def trace_language_model(
     autocast: torch.dtype | None = None,
     blocks_alone: bool = False,
     sequence_parallel: int = 1,
+    tiles: int | None = None,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
@@ -79,18 +80,19 @@ def trace_language_model(
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
         sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
+        tiles: as `zeroshard.models.SequenceParallel` takes it: parts that a rank computes as so many ranks.
     """
     units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len // sequence_parallel)
-        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast}
+        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast, "tiles": tiles}
         return trace_model(model, micro_batch, units, inputs, precision, sequence_parallel=sequence_parallel, **how)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
-    batch = micro_batch, seq_len, sequence_parallel
+    batch = micro_batch, seq_len, sequence_parallel, tiles
     of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
     num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
     period, edge = _period(recomputed), 1
@@ -99,7 +101,8 @@ def trace_language_model(
     few = 2 * (period + edge)
     few += (num_blocks - few) % period
     deeper = None
-    if num_blocks > few and have_the_same(model.blocks):
+    # gradients of tiles come in an order of all parameters, which a trace of few blocks does not know
+    if num_blocks > few and have_the_same(model.blocks) and (tiles or 1) == 1:
         before = units.index(model.blocks[0])
         after = len(units) - num_blocks - before
         deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after, edge=edge)
@@ -129,6 +132,7 @@ def _traced(
     micro_batch: int,
     seq_len: int,
     sequence_parallel: int,
+    tiles: int | None,
     precision: MixedPrecision,
     device_type: str,
     autocast: torch.dtype | None,
@@ -141,7 +145,7 @@ def _traced(
     inputs = tokens_and_targets(seq_len // sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
-    how = device_type, autocast, sequence_parallel
+    how = device_type, autocast, sequence_parallel, tiles
     return _trace(without_values, model, micro_batch, units, inputs, precision, *how)
 
 
@@ -165,6 +169,7 @@ def trace_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
     sequence_parallel: int = 1,
+    tiles: int | None = None,
 ) -> Trace:
     """Trace any module; its outputs that take gradients are summed to a loss.
 
@@ -175,12 +180,13 @@ def trace_model(
         inputs: makes the model's arguments.
         precision: the dtype policy.
         device_type, autocast: as for `trace_language_model`.
-        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
+        sequence_parallel, tiles: ranks that share each row of a `LanguageModel`, and parts that each computes as so
+            many; ``inputs`` makes a rank's part.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
-    how = device_type, autocast, sequence_parallel
+    how = device_type, autocast, sequence_parallel, tiles
     return _trace(_fakes(), model, micro_batch, units, inputs, precision, *how)
 
 
@@ -209,6 +215,7 @@ def _trace(
     device_type: str,
     autocast: torch.dtype | None,
     sequence_parallel: int,
+    tiles: int | None,
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
@@ -217,9 +224,11 @@ def _trace(
         root, specs = partition(fake, chosen)
         compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
         log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")
-        if sequence_parallel > 1:
+        run_backward: Callable[[Tensor], None] = Tensor.backward
+        if sequence_parallel * (tiles or 1) > 1:
             assert isinstance(fake, LanguageModel)
-            fake.share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
+            fake.share_sequences(sequence := SequenceParallel(_Sharing(sequence_parallel, log), tiles=tiles))
+            run_backward = Tensor.backward if sequence.as_ranks is None else sequence.as_ranks.backward
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
@@ -243,7 +252,7 @@ def _trace(
             del output
             if not isinstance(loss, Tensor):
                 raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
-            loss.backward()
+            run_backward(loss)
             del loss
         log.close()
     tokens = arguments[0].shape[0] if arguments[0].is_floating_point() else arguments[0].numel()

@@ -240,6 +240,11 @@ class TrainConfig(Config):
         return int(how) if self.reproducible and how not in ("none", "auto") else 1
 
     @property
+    def parts_of_rank(self) -> int | None:
+        """``tiles`` of `zeroshard.models.SequenceParallel`: those that are ranks, or one whose bits are a rank's."""
+        return self.tiles_as_ranks if self.reproducible and not self.compile else None
+
+    @property
     def num_exact_terms(self) -> int:
         """With ``reproducible``, how many gradients of a parameter a step adds up, or a fraction of them; else 0."""
         return self.reproducible * self.sequence_parallel * self.tiles_as_ranks
@@ -325,9 +330,6 @@ class TrainConfig(Config):
         if self.tiles_as_ranks > 1:
             rules.check_even_parts("tiles", self.tiles_as_ranks)
             rules.check_cut("seq_len", self.seq_len, self.sequence_parallel * self.tiles_as_ranks)
-            if self.plan.enforce:
-                what = "tiles that are computed as ranks (reproducible) have no plan to be held to"
-                raise UserError("plan.enforce", what, "leave it out, or tiles")
         if self.local_steps.on:
             rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:

@@ -138,8 +138,10 @@ def backward(run: Run, step: int) -> Tensor:
     losses = torch.zeros(num_micro, num_losses, dtype=torch.float64, device=run.device)
     span = run.clock.span
     for micro_step in range(num_micro):
-        if run.schedule.reproducible:
-            torch.manual_seed(step_seed(run.schedule.seed, step, micro_step * comm.world_size + comm.rank))
+        if run.schedule.reproducible:  # each part of a row has its seed, whoever computes it
+            first = (micro_step * comm.world_size + comm.rank) * num_losses
+            seeds = [step_seed(run.schedule.seed, step, part) for part in range(first, first + num_losses)]
+            torch.manual_seed(*seeds) if tiles is None else tiles.seed(seeds, run.device)
         with span("data"):
             tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.corpus.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):

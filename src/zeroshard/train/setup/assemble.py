@@ -178,8 +178,7 @@ def sharded(
     if attention_boundary_setting(config):
         model.require_positions(attention_boundary_setting(config))
     if config.sequence_parallel * config.tiles_as_ranks > 1:
-        tiles = config.tiles_as_ranks if config.reproducible and not config.compile else None
-        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles))
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=config.parts_of_rank))
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device, fullgraph=config.sequence_parallel == 1)
 

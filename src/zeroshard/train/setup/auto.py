@@ -135,10 +135,10 @@ def contract_of(
 ) -> Contract | None:
     """Return the contract of a run, with its plan from ``predict``; None if the run cannot be planned.
 
-    Runs of our stages with AdamW, also in 8 bits, can be planned, if ``predict`` is given; not tiles that are ranks.
+    Runs of our stages with AdamW, also in 8 bits, can be planned, if ``predict`` is given.
     """
     entry = strategy_entry(config.strategy)
-    if predict is None or not entry.planned or config.optimizer not in PLANNED or config.tiles_as_ranks > 1:
+    if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
     narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
     if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
@@ -184,6 +184,7 @@ def job_of(
         local_steps=local_steps(config.local_steps, len(model.units)),
         reproducible=config.num_exact_terms or None,
         sequence_parallel=config.sequence_parallel,
+        tiles=config.parts_of_rank,
         offload=offload(config, stage, comm.world_size),
         optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
     )
