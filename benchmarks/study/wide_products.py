@@ -10,7 +10,6 @@ computed in fp32 as a whole, where a GPU's kernel rounds the probabilities befor
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class WideProducts(TorchDispatchMode):
     """Operations of `PRODUCTS` whose first operand is in bf16 compute in fp32 and give bf16."""
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func not in PRODUCTS or args[0].dtype != torch.bfloat16:
