@@ -1,7 +1,7 @@
 """A model whose training states are four times the memory that its ranks may have: it trains with --offload disk-all.
 
     zeroshard bench device --nproc 2 --comms shm --disk FOLDER --out device.json
-    python benchmarks/claims/small_memory.py --device device.json --folder FOLDER
+    python benchmarks/claims/small_memory.py --device device.json --folder FOLDER [--resume]
 
 The bound is ``RLIMIT_DATA`` (``ulimit -d``): the kernel refuses private memory of a process beyond it, without root and
 without a control group. Torch's code and Python's own objects need memory that no model decides. So a first run, of the
@@ -15,6 +15,9 @@ milliseconds: pages of its own, and its part of the pages that ranks share, wher
 the communicator's slots beside it. Bytes of the disk are the kernel's count for each process. All of it, and seconds of
 a step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what
 is resident is what is alive.
+
+With ``--resume`` each run that trains is started once more, gets SIGTERM after half of its steps, upon which it saves a
+checkpoint, and is resumed from that, all under the same bound: the losses must be those of the run without a break.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,14 +75,28 @@ class Process:
         return max(n for at, n in found if at <= end) - (before[-1] if before else 0)
 
 
-def watch(process: subprocess.Popen[str]) -> dict[int, Process]:
-    """What ``process`` and its descendants have had until it ended, by process id."""
+def watch(process: subprocess.Popen[str], out: Path, stop_after: int = 0) -> dict[int, Process]:
+    """What ``process`` and its descendants have had until it ended, by process id.
+
+    ``stop_after``: steps in the run folder ``out`` upon which it is sent SIGTERM; 0: it is not.
+    """
     seen: dict[int, Process] = {}
     while process.poll() is None:
         for pid in _family(process.pid):
             _look(pid, seen.setdefault(pid, Process()))
+        if stop_after and len(_steps(out)) >= stop_after:
+            process.send_signal(signal.SIGTERM)
+            stop_after = 0
         time.sleep(EVERY_S)
     return seen
+
+
+def _steps(out: Path) -> list[dict[str, Any]]:
+    """The records of the steps of a run so far; a line that is being written is not one yet."""
+    path = out / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [record for record in records if record.get("event") == "step"]
 
 
 def _family(pid: int) -> Iterator[int]:
@@ -115,6 +133,7 @@ class Run:
     """A run that has ended: its exit status, its last line, its ranks, and what its folder says.
 
     ``ends``: when each step was over; what comes after the last, an evaluation and a checkpoint, is not counted.
+    ``losses``: by step.
     """
 
     status: int
@@ -123,6 +142,7 @@ class Run:
     summary: dict[str, Any]
     step_s: float
     ends: list[float]
+    losses: dict[int, float]
 
     def most(self, what: str) -> int:
         """The most that any rank had."""
@@ -138,8 +158,20 @@ class Run:
         return sum(rank.moved(what, begin, end) for rank in self.ranks) / len(self.ranks) / (len(self.ends) - 2)
 
 
-def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound: int | None) -> Run:
-    """Train in child processes whose private memory is at most ``bound`` bytes each; None: as much as they want."""
+def train(
+    given: argparse.Namespace,
+    out: Path,
+    width: int,
+    offload: str,
+    bound: int | None,
+    *,
+    stop_after: int = 0,
+    resumes: bool = False,
+) -> Run:
+    """Train in child processes whose private memory is at most ``bound`` bytes each; None: as much as they want.
+
+    ``stop_after``: as of `watch`; ``resumes``: whether it continues the run in ``out`` from its checkpoint.
+    """
     model = {"n-layer": given.layers, "n-embd": width, "n-head": width // 64, "n-kv-head": width // 64}
     words = [str(Path(sys.executable).with_name("zeroshard")), "train", "--data", "synthetic", "--model", "llama-tiny"]
     words += [f"--model.{name}={value}" for name, value in model.items()]
@@ -150,6 +182,7 @@ def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound:
     words += ["--offload", offload, "--offload.fraction", "1"] if offload != "none" else []
     words += ["--offload.path", str(out / "states")] if offload.startswith("disk") else []
     words += ["--plan.device", given.device] if given.device else []
+    words += ["--resume", "auto"] if resumes else []
 
     def limit() -> None:
         if bound is not None:
@@ -160,18 +193,17 @@ def train(given: argparse.Namespace, out: Path, width: int, offload: str, bound:
         process = subprocess.Popen(
             words, stdout=file, stderr=subprocess.STDOUT, text=True, env=os.environ | MALLOC, preexec_fn=limit
         )
-        seen = watch(process)
+        seen = watch(process, out, stop_after)
     lines = log.read_text().splitlines()
     last = next((line for line in reversed(lines) if "rror" in line or "memory" in line), lines[-1] if lines else "")
-    summary, times, ends = {}, [0.0], [0.0]
+    summary, times, ends, steps = {}, [0.0], [0.0], _steps(out)
     if (out / "summary.json").exists():
         summary = json.loads((out / "summary.json").read_text())
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        steps = [record for record in records if record.get("event") == "step"]
         times = [step["step_s"] for step in steps[2:]] or times
         ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps]
     ranks = sorted(seen.values(), key=lambda each: max(each.resident, default=0))[-given.nproc :]
-    return Run(process.returncode, last.strip(), ranks, summary, statistics.median(times), ends)
+    losses = {step["step"]: step["loss"] for step in steps}
+    return Run(process.returncode, last.strip(), ranks, summary, statistics.median(times), ends, losses)
 
 
 def main() -> None:
@@ -187,6 +219,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of weights and gradients")
     parser.add_argument("--times", type=float, default=4.0, help="how many times the bound the states are")
     parser.add_argument("--only", nargs="*", default=["none", "disk", "disk-all"])
+    parser.add_argument("--resume", action="store_true", help="break each run that trains, and resume it")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="small-memory-", dir=given.folder or None))
@@ -222,7 +255,22 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "written_bytes": run.moved("written"),
                 "read_bytes": run.moved("read"),
             }
+            if given.resume:
+                found[offload]["resume"] = resumed(given, folder / f"{offload}-broken", offload, own + bound, run)
     return found
+
+
+def resumed(given: argparse.Namespace, out: Path, offload: str, bound: int, whole: Run) -> dict[str, Any]:
+    """What a run does that is stopped and resumed under the same bound, beside the ``whole`` one."""
+    first = train(given, out, given.width, offload, bound, stop_after=given.steps // 2)
+    then = train(given, out, given.width, offload, bound, resumes=True)
+    assert first.status, "it ended before it was stopped: give more --steps"
+    return {
+        "statuses": [first.status, then.status],
+        "last": then.last,
+        "resumed_after": max(first.losses, default=0),
+        "has_same_losses": then.losses == whole.losses,
+    }
 
 
 def _bytes_of_disk(plan: dict[str, Any], offload: str) -> dict[str, int]:
@@ -272,7 +320,17 @@ def shown(found: dict[str, Any]) -> str:
         f"{found['bound_bytes'] / MIB:.1f} MiB beside "
         f"{found['own_bytes'] / MIB:.1f} MiB that it takes without a model"
     )
-    return "\n".join([said, *columns(rows, right=tuple(range(2, 12)))])
+    return "\n".join([said, *columns(rows, right=tuple(range(2, 12))), *_resumes(found)])
+
+
+def _resumes(found: dict[str, Any]) -> Iterator[str]:
+    """A line for each run that was resumed."""
+    runs = {name: run for name, run in found.items() if isinstance(run, dict)}
+    for offload, run in ((name, run["resume"]) for name, run in runs.items() if "resume" in run):
+        ends = f"statuses {run['statuses']}: {run['last']}"
+        if run["statuses"][1] == 0:
+            ends = f"{'the same losses as' if run['has_same_losses'] else 'OTHER losses than'} without the break"
+        yield f"{offload}, resumed after step {run['resumed_after']}: {ends}"
 
 
 if __name__ == "__main__":

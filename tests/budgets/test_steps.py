@@ -70,6 +70,8 @@ OFFLOADS = {
     "half": Offload(fraction=0.5),
     "gradients stay": Offload(grads="device"),
     "all": Offload(weights="host"),
+    "half of all": Offload(weights="host", fraction=0.5),
+    "all on disk": Offload("disk", "disk", "disk", "disk", path="set by the test"),
     "disk": Offload("disk", "disk", path="set by the test"),
     "half on disk": Offload("disk", "disk", fraction=0.5, path="set by the test"),
     "gradients on disk": Offload("disk", "disk", "disk", path="set by the test"),
@@ -173,8 +175,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "weights off the device": {
         "row": ("3",),
-        "offload": ("all",),
-        "world_size": (4,),
+        "offload": ("all", "half of all", "all on disk"),
+        "world_size": (1, 4),
         "precision": ("fp32", "bf16"),
         "prefetch": (0, 1),
         "num_micro": (2,),
@@ -183,7 +185,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "row": ("3",),
         "offload": ("optimizer", "all"),
         "lora": tuple(LORA),
-        "world_size": (4,),
+        "world_size": (1, 4),
         "precision": ("fp32", "bf16"),
         "name": ("llama-tiny",),
     },
@@ -295,7 +297,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=away)
     predicted = step_of(trace, buffers, state, settings)
     flows = flows_of(buffers) if lora else None
-    listed = messages(buffers, strategy, policy, flows=flows, tiles=tiles or 1, **replicated)
+    listed = messages(buffers, strategy, policy, flows=flows, tiles=tiles or 1, **replicated, offload=away)
     measured = dry_run(
         model,
         tokens_and_targets(SEQ_LEN),

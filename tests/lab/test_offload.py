@@ -99,10 +99,46 @@ def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
 
 
 @pytest.mark.parametrize("state", ["all", "disk-all"])
+def test_a_dry_run_of_one_rank_frees_weights_as_planned(state):
+    model = {"name": "llama-tiny", "n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"gpus": 1, "seq_len": 16, "micro_batch": 2, "dtype": "bfloat16"}
+    peaks = {}
+    for stage in "23":
+        offload = {"state": state, "fraction": "1"}
+        found = compared(validate(PlanConfig, {"model": model, **settings, "stage": stage, "offload": offload}))
+        for name in ("params", "host_params", "host_optimizer", "messages", "message bytes"):
+            assert found[name]["predicted"] == found[name]["measured"], name
+        assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
+        assert (found["params"]["measured"] == 0) == (stage == "3")
+        peaks[stage] = found["peak"]["measured"] - found["host_params"]["measured"]
+    assert peaks["3"] < peaks["2"]
+
+
+def test_a_plan_of_one_gpu_has_a_row_of_streamed_weights():
+    """Weights that do not fit are the first to be streamed; the command that is printed says so."""
+    given = {"model": {"name": "llama-7b"}, "seq_len": 2048, "gpu": "rtx-4090", "micro_batch": 1}
+    model = {"name": "llama-7b", "activation_checkpointing": "full", "n_layer": 96}
+    given |= {"model": model, "offload": {"state": "all", "fraction": "1"}}
+    rows = json.loads(answer_plan(validate(PlanConfig, {**given, "json": True})).text)["rows"]
+    assert [(row["stage"], row["fits"]) for row in rows] == [(0, False), (1, False), (2, False), (3, True)]
+    resident = [row["resident_bytes"]["before_update"] for row in rows]
+    assert resident[3]["params"] == 0
+    assert resident[3]["host_params"] == resident[0]["params"]
+    text = answer_plan(validate(PlanConfig, given)).text
+    assert "0, 1, 2" in text
+    assert "Take stage 3, micro-batch 1, the lowest stage that fits with room" in text
+    assert "--strategy zero3" in text
+    given |= {"offload": {"state": "optimizer", "fraction": "1"}, "json": True}
+    rows = json.loads(answer_plan(validate(PlanConfig, given)).text)["rows"]
+    assert [row["stage"] for row in rows] == [0]  # the others are the same
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("state", ["all", "disk-all"])
 @pytest.mark.parametrize("stage", "0123")
-def test_a_dry_run_of_adapters_holds_what_was_planned(stage, state):
+def test_a_dry_run_of_adapters_holds_what_was_planned(stage, state, gpus):
     model = {"name": "llama-tiny", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
-    settings = {"gpus": 2, "seq_len": 16, "micro_batch": 2, "stage": stage, "lora": {"rank": 2}}
+    settings = {"gpus": gpus, "seq_len": 16, "micro_batch": 2, "stage": stage, "lora": {"rank": 2}}
     settings |= {"offload": {"state": state, "fraction": "1"}}
     found = compared(validate(PlanConfig, {"model": model, **settings}))
     for name in ("params", "host_params", "host_optimizer", "messages", "message bytes"):

@@ -83,6 +83,21 @@ def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, wa
         assert all(torch.equal(state[name], there[name]) for name in state)
 
 
+@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize("state", ["all", "disk-all"])
+def test_one_rank_streams_its_weights_keeps_to_its_plan_and_is_resumed(tiny_config, state, lora):
+    given = {"strategy": "zero3", "eval_interval": 4, "max_steps": 8, "plan": {"enforce": True}, "dtype": "bfloat16"}
+    given |= {"lora": {"rank": lora}} if lora else {}
+    config = tiny_config(**given)
+    away = {"offload": {"state": state}, "out": f"{config.out}-away"}
+    _, plain, _ = _trained(LocalCommunicator(), config)
+    parts = _trained(LocalCommunicator(), tiny_config(**given, **away), until=3)
+    assert parts[2].memory_bytes["params"] == 0
+    _, found, contract = _trained(LocalCommunicator(), tiny_config(**given, **away, resume="auto"))
+    assert (contract.difference, contract.memory_bytes["params"]) == ("", 0)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
 @pytest.mark.parametrize(("first", "then"), [("optimizer", "none"), ("disk", "none"), ("none", "disk")])
 def test_what_is_resumed_with_state_elsewhere_has_the_same_bits(tiny_config, first, then):
     config = tiny_config(eval_interval=0)

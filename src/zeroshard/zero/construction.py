@@ -126,7 +126,7 @@ def placed(
     if not hasattr(offload, "attach"):
         raise TypeError(f"offload: {offload!r} is no Offload; give zeroshard.zero.Offload(optimizer='host')")
     others = {"local_steps": local_steps is not None, "reproducible": reproducible is not None}
-    return offload.attach(strategy, rank=comm.rank, num_shards=shard_size or comm.world_size, **others)
+    return offload.attach(strategy, rank=comm.rank, alone=shard_size == 1 < comm.world_size, **others)
 
 
 def build_units(

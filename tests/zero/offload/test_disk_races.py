@@ -103,9 +103,13 @@ PLACES = {
     "disk": Offload("disk", "disk", path="states"),
     "all on disk": Offload("disk", "disk", "disk", path="states"),
 }
+STREAMED = {  # at stage 3
+    "weights on the host": Offload(weights="host"),
+    "weights on disk": Offload("disk", "disk", "disk", "disk", path="states"),
+}
 
 
-def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, plant=None, without=()):
+def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, plant=None, without=(), num_ranks=2):
     """Train some steps; return how often each function has waited for what was not over. ``without``: these do not."""
     host, sites = Host(monkeypatch), Counter()
     lanes = Lanes(host)
@@ -128,13 +132,23 @@ def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, pla
     monkeypatch.setattr(disk, "ThreadPoolExecutor", lambda num_threads, **_: lanes.pool(num_threads))
     for module in (disk, grad_slots):
         monkeypatch.setattr(module, "wait", lanes.wait)
+    if place in STREAMED:
+        settle = disk.DiskStates.settle
+
+        def settled(states):
+            writing = states._writing  # lanes run at once: while a gather waits for a unit, a walk may have more to do
+            settle(states)
+            states._writing = writing
+
+        monkeypatch.setattr(disk.DiskStates, "settle", settled)
     if plant is not None:
         plant(monkeypatch)
     net = Net(4)
     with host:
         precision = MixedPrecision(torch.bfloat16 if bfloat16 else None)
-        comm = NullCommunicator(1 if around == "restage" else 2)  # whose ranks answer nothing
-        zero = Zero(net, stage, units=list(net.blocks), comm=comm, precision=precision, offload=PLACES[place])
+        comm = NullCommunicator(1 if around == "restage" else num_ranks)  # whose ranks answer nothing
+        offload = (PLACES | STREAMED)[place]
+        zero = Zero(net, stage, units=list(net.blocks), comm=comm, precision=precision, offload=offload)
         host.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(4):
@@ -165,6 +179,16 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
     _train(monkeypatch, stage, place, num_micro, around)
 
 
+@pytest.mark.parametrize("around", ["", "skipped", "restage"])
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("place", STREAMED)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.pairwise
+def test_streamed_weights_wait_for_what_they_must(num_ranks, place, num_micro, around, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    _train(monkeypatch, 3, place, num_micro, around, num_ranks=num_ranks)
+
+
 # Functions that wait; those in a line are each other's second line, and a wait of `Landing.synchronize` is that of who
 # called it. `_give_up` waits for a unit that a load has given further states after it was read ahead, which is no part
 # of this schedule.
@@ -186,6 +210,20 @@ def test_each_wait_that_is_removed_is_seen(removed, monkeypatch, tmp_path):
     around = "reads" if "HostGrads.reduced" in removed else ""  # of gradients that a user has read the update knows
     with pytest.raises((Hazard, RuntimeError), match="does not wait for"):
         _train(monkeypatch, 0, "all on disk", around=around, without=removed)
+
+
+GATHERS_WAIT = {  # of what is gathered from the file the write is waited for, and it comes after the update
+    "weights on the host": {"HostParams.master"},
+    "weights on disk": {"DiskStates.wait"},
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("place", STREAMED)
+def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Hazard, match="does not wait for"):
+        _train(monkeypatch, 3, place, without=GATHERS_WAIT[place], num_ranks=num_ranks)
 
 
 def test_these_are_all_the_waits(monkeypatch, tmp_path):

@@ -173,7 +173,7 @@ def test_the_bits_are_those_without_offloading(
     monkeypatch.chdir(tmp_path)
     case = Case(world_size, stage, optimizer, bfloat16, accumulation, around)
     offload = PLACES[place]
-    if offload.weights != "device" and (stage < 3 or world_size == 1 or around == "restage"):
+    if offload.weights != "device" and stage < 3:
         offload = replace(offload, weights="device")
     if case not in _plain:
         _plain[case] = case.run(None)
@@ -396,8 +396,6 @@ def test_an_engine_refuses_what_needs_its_state_on_the_device():
             Zero(Net(2), stage, offload=offload or Offload(), **settings)
 
     refuses("offload.weights: 'host' at stage 2, which keeps whole weights", offload=Offload(weights="host"))
-    for settings in ({"comm": NullCommunicator(1)}, {"comm": NullCommunicator(2), "shard_size": 1}):
-        refuses("offload.weights: 'host' on one rank, which shards", 3, Offload(weights="host"), **settings)
     refuses("offload.grads: 'host' with reproducible", reproducible=4)
     refuses("offload.master: 'host' with local_steps", local_steps=LocalSteps(every=2), shard_size=1)
     with pytest.raises(TypeError, match=r"^offload: True is no Offload"):

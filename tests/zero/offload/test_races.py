@@ -143,7 +143,7 @@ def _train(
             for part in model if frozen else ():
                 part.weight.requires_grad_(False)
         policy = MixedPrecision(torch.bfloat16 if bfloat16 else None)
-        comm = Ranks(world_size, device)
+        comm = Ranks(world_size, device, rank=min(1, world_size - 1))
         with device:
             zero = Zero(model, stage, units=list(model)[1:], comm=comm, precision=policy, offload=offload)
             device.watch(zero)
@@ -178,29 +178,37 @@ def _away(grads, **others):
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("grads", ["host", "device", "disk"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
 def test_nothing_is_touched_before_what_it_must_wait_for(
     stage,
     weights,
+    num_ranks,
     grads,
     bfloat16,
     num_micro,
     guarded,  # noqa: F811
     monkeypatch,
 ):
-    _train(monkeypatch, stage, _away(grads, weights=weights), bfloat16=bfloat16, num_micro=num_micro)
+    _train(monkeypatch, stage, _away(grads, weights=weights), num_ranks, bfloat16=bfloat16, num_micro=num_micro)
 
 
 SLOT_BYTES = 128  # less than a unit's gradients
 BOUND = 4 * SLOT_BYTES  # two slots up and two down
 
 
+@pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("bound", [None, BOUND])
-def test_frozen_weights_that_are_copied_up_are_loaded_once_no_copy_reads_them(bound, guarded, monkeypatch):  # noqa: F811
-    _train(monkeypatch, 3, Offload(weights="host", pinned=bound), frozen=True)
+def test_frozen_weights_that_are_copied_up_are_loaded_once_no_copy_reads_them(
+    bound,
+    num_ranks,
+    guarded,  # noqa: F811
+    monkeypatch,
+):
+    _train(monkeypatch, 3, Offload(weights="host", pinned=bound), num_ranks, frozen=True)
     monkeypatch.setattr(host_params.HostTransport, "wait_for_sent", lambda self: None)
     with pytest.raises(Hazard, match="does not wait for"):
-        _train(monkeypatch, 3, Offload(weights="host", pinned=bound), frozen=True)
+        _train(monkeypatch, 3, Offload(weights="host", pinned=bound), num_ranks, frozen=True)
 
 
 @pytest.mark.parametrize("num_micro", [1, 2])
@@ -384,3 +392,46 @@ def test_a_planted_mistake_is_seen(what, guarded, monkeypatch):  # noqa: F811
     stage, grads, plant, *bound = PLANTED[what]
     with pytest.raises((Hazard, RuntimeError), match=r"does not wait for|that others still used"):
         _train(monkeypatch, stage, _away(grads, pinned=bound[0] if bound else None), plant=plant)
+
+
+def _shard_written_while_it_is_copied_up(monkeypatch):
+    monkeypatch.setattr(host_params.HostTransport, "wait_for_sent", lambda self: None)
+
+
+def _copied_up_before_it_is_updated(monkeypatch):
+    own = host_params.HostParams.master
+    monkeypatch.setattr(host_params.HostParams, "master", property(lambda self: self._master, own.fset))
+
+
+def _gathered_before_it_is_there(monkeypatch):
+    on = streams.DeviceStreams.on
+
+    @contextmanager
+    def careless(self, lane, *after):
+        with on(self, lane, *(() if lane == "gather" else after)):
+            yield
+
+    monkeypatch.setattr(streams.DeviceStreams, "on", careless)
+
+
+def _computed_with_before_it_is_gathered(monkeypatch):
+    monkeypatch.setattr(streams._Issued, "wait", lambda self: None)
+
+
+def _memory_taken_while_it_is_read(monkeypatch):
+    monkeypatch.setattr(streams.DeviceStreams, "freed", lambda self: None)
+
+
+ON_ONE_RANK = {
+    "a shard is written while it is copied up": _shard_written_while_it_is_copied_up,
+    "a shard is copied up before it is updated": _copied_up_before_it_is_updated,
+    "weights are gathered before they are copied up": _gathered_before_it_is_there,
+    "weights are read before they are gathered": _computed_with_before_it_is_gathered,
+    "memory of freed weights is taken while they are read": _memory_taken_while_it_is_read,
+}
+
+
+@pytest.mark.parametrize("what", ON_ONE_RANK)
+def test_a_mistake_of_one_rank_that_streams_is_seen(what, guarded, monkeypatch):  # noqa: F811
+    with pytest.raises((Hazard, RuntimeError), match=r"does not wait for|that others still used"):
+        _train(monkeypatch, 3, Offload(weights="host"), 1, plant=ON_ONE_RANK[what])

@@ -37,7 +37,7 @@ def describe(row: Row, world_size: int) -> str:
     """Describe a row in words: ``stage 3 over 8 GPUs, replicated 8 times, micro-batch 4``."""
     accumulated = f" x {row.num_micro}" if row.num_micro > 1 else ""
     micro_batch = f"micro-batch {row.micro_batch}{accumulated}"
-    if world_size == 1:
+    if row.any_stage:
         return f"{micro_batch} on one GPU"
     stage = "the given row" if row.stage is None else f"stage {row.stage}"
     if row.node_copy:
@@ -80,7 +80,7 @@ def reason(planner: Planner, rows: Sequence[Row], best: Row) -> str:
         f"stay free, and the bottleneck is {_bottleneck(best)}."
     ]
     fitting = [row for row in rows if row.fits]
-    if world_size == 1:
+    if best.any_stage:
         sentences.append("One GPU has nothing to shard: every stage is the same there.")
     out = [stage for stage in stages if all(row.stage != stage for row in fitting)]
     if out:

@@ -125,7 +125,7 @@ def _best_row(planner: Planner, stages: Stages) -> Row | None:
     """The row to recommend; if none fits, the one that needs least; None if no row can be planned."""
     rows: list[Row] = []
     try:
-        for stage in stages if planner.cluster.world_size > 1 else stages[:1]:
+        for stage in stages if planner.stages_differ else stages[:1]:
             for micro_batch in filter(planner.num_micro, MICRO_BATCHES):
                 rows.append(planner.row(stage, micro_batch))
                 if not rows[-1].fits:

@@ -203,7 +203,7 @@ def _parts_of_states(row: Row | None) -> dict[str, int]:
 def _told(planner: Planner, stage: int, micro_batch: int, found: list[Longest]) -> str:
     workload, cluster = planner.workload, planner.cluster
     where = f"{cluster.world_size:,} x {planner.device.name}"
-    where += f", stage {stage}" if cluster.world_size > 1 else ""
+    where += f", stage {stage}" if planner.stages_differ else ""
     share = workload.sequence_parallel
     by = f", each shared by {share} GPUs" if share > 1 else " of each GPU" if cluster.world_size > 1 else ""
     sequences = "sequence" if micro_batch == 1 else f"{micro_batch} sequences"

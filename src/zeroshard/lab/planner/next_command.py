@@ -70,8 +70,10 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if config.offload.on and config.offload.share == "auto" and row.offloaded.fraction < 1:
         yield "offload.fraction", row.offloaded.fraction
     num_nodes = _num_nodes(plan)
+    if not row.any_stage:
+        yield "strategy", f"zero{row.stage}"
     if plan.num_gpus > 1:
-        yield from (("strategy", f"zero{row.stage}"), ("nproc", plan.num_gpus // num_nodes))
+        yield "nproc", plan.num_gpus // num_nodes
     if num_nodes > 1:
         yield from (("nnodes", str(num_nodes)), ("rdzv_endpoint", f"HOST:{PORT}"))
     if row.shard_size < plan.cluster.world_size:

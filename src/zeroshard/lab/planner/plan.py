@@ -38,8 +38,8 @@ def plan(
 
     Args:
         model: a preset's name, or any module. It is not changed, and may be on any device, best on the meta device.
-        stage: 0, 1, 2, 3 or your own row of the stage table; None: all four, or one if ``world_size`` is 1, because
-            stages do not differ on one rank.
+        stage: 0, 1, 2, 3 or your own row of the stage table; None: all four, or one if ``world_size`` is 1 and no
+            weights leave the device, because stages do not differ then.
         shard_size: number of ranks that shard together; None: all ranks, and with several nodes also fewer.
         micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
         local_steps: how replicas of ``shard_size`` ranks synchronise; None: they reduce gradients at each step.
@@ -60,7 +60,7 @@ def plan(
         beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
         rules.check_same_bits("reproducible", planner.reproducible, wire="", **beside)
     check_wire_nodes(planner)
-    shown = stages if world_size > 1 else stages[:1]  # one rank shards nothing, so all stages are alike
+    shown = stages if planner.stages_differ else stages[:1]
     rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
     best = recommended(rows)
     if best is None:

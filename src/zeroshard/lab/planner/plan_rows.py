@@ -93,6 +93,7 @@ class Row:
         host_input_bytes: of a rank's host, in which inputs of recomputed blocks wait for backward.
         node_host_bytes: of a node's host, for what leaves its devices; of CPUs that have such, for all.
         spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
+        any_stage: whether the row is the same at all stages.
     """
 
     stage: int | None
@@ -118,6 +119,7 @@ class Row:
     offloaded: Offloaded = field(default_factory=Offloaded)
     host_input_bytes: int = 0
     node_host_bytes: int = 0
+    any_stage: bool = False
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:

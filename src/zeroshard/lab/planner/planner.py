@@ -56,8 +56,8 @@ class Planner:
         software: the kernels that compute.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
         reproducible: as `zeroshard.Zero` takes it, of parts of rows where ranks share them; 0: None.
-        offload: which state leaves the device; None: none does. At stages that do not shard weights these stay. If its
-            fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
+        offload: which state leaves the device; None: none does. At stages that keep weights unsharded these stay. If
+            its fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
         host_memory_bytes: of a node; None: not known.
     """
 
@@ -74,6 +74,11 @@ class Planner:
     reproducible: int = 0
     offload: Offload | None = None
     host_memory_bytes: int | None = None
+
+    @property
+    def stages_differ(self) -> bool:
+        """Whether they do: one rank shards nothing, unless its weights come from the host or a file at stage 3."""
+        return self.cluster.world_size > 1 or (self.offload is not None and self.offload.weights != "device")
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
@@ -145,6 +150,7 @@ class Planner:
             offloaded=offloaded,
             host_input_bytes=host_input_bytes,
             node_host_bytes=node_bytes,
+            any_stage=not self.stages_differ,
         )
 
     def _row_of_fraction(
@@ -268,8 +274,8 @@ class Planner:
         )
 
     def offload_at(self, strategy: ShardingStrategy, num_shards: int) -> Offload | None:
-        """What leaves the device at a stage: weights only if several ranks shard them."""
-        if self.offload is None or (strategy.params is SHARD and num_shards > 1):
+        """What leaves the device at a stage: weights only where each rank has its own shard, or there is one rank."""
+        if self.offload is None or (strategy.params is SHARD and (num_shards > 1 or self.cluster.world_size == 1)):
             return self.offload
         return replace(self.offload, weights="device")
 

@@ -134,6 +134,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         flows=None if job.model.lora is None else flows_of(buffers),
         reproducible=job.reproducible,
         tiles=job.tiles or 1,
+        offload=job.offload,
     )
     parts = file_parts(
         buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, precision=settings.precision

@@ -185,7 +185,7 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
         "" if row.mfu is None else f"{row.mfu:.0%}",
         f"{timing.exposed_s / timing.step_s:.0%}" if timing.step_s else "",
     )
-    stage = "own" if row.stage is None else "any" if world_size == 1 else str(row.stage)
+    stage = "own" if row.stage is None else "any" if row.any_stage else str(row.stage)
     return (
         f"{stage}, copy over {row.node_copy}" if row.node_copy else stage,
         "all" if row.shard_size == world_size else f"{row.shard_size:,}",

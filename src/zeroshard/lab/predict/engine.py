@@ -30,7 +30,7 @@ from zeroshard.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
-from zeroshard.lab.predict.memory import buffers_away
+from zeroshard.lab.predict.memory import buffers_away, streamed
 from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
@@ -42,6 +42,7 @@ from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, gradient_settings
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.guards.collective_order import CollectiveOrder
+from zeroshard.zero.offload.host_params import free_after_use
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.transport.exact_sums import ExactReducer
@@ -265,10 +266,13 @@ class _Engine:
         on_gpu, place = settings.device_type == "cuda", "device" if offload is None else offload.grads
         goes_down = place == "disk" or (place == "host" and on_gpu)
         away, leaving = buffers_away(buffers, offload) if goes_down else (), []
+        freed = streamed(buffers, settings.strategy, offload)
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
             group = _group(buffer, settings, rank_groups, leaving if buffer.name in away else None)
             groups[buffer.unit].append(group)
+            if buffer.name in freed:
+                free_after_use(group.params)
             if isinstance(group.grads.reducer, ExactReducer):
                 group.grads.reducer.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
             compute = settings.precision.compute_dtype(buffer.dtype)

@@ -16,6 +16,7 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 State that is off the device (`zeroshard.zero.Offload`) is counted under categories of its own, `HOST` or `DISK`. Its
 master is then a tensor of its own in any case, and at stage 3 a shard of S c stays on the device, or, streamed, on the
 host; ``weights="disk"`` has none. Then, and where weights are streamed, a shard of frozen weights is on the host too.
+One rank alone shards its weights only if they are streamed.
 What is in a rank's file is no memory; that through which it goes is `SLOTS`: up to three times the largest unit's part
 of the file, and up to twice its gradients there.
 
@@ -206,7 +207,7 @@ def state_bytes(
         offload: which state is off the device; None: none is.
     """
     precision, buffers = precision or MixedPrecision(), list(buffers)
-    away, streamed = buffers_away(buffers, offload), frozen_on_host(buffers, strategy, offload)
+    away, frozen_away = buffers_away(buffers, offload), frozen_on_host(buffers, strategy, offload)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     if offload is not None:
         total |= dict.fromkeys(_categories_away(offload), 0)
@@ -231,7 +232,7 @@ def state_bytes(
                 total[category] += num_bytes
             continue
         weights, masters = _weight_bytes(buffer, strategy, rank, precision)
-        if buffer.name in streamed:
+        if buffer.name in frozen_away:
             on_host = buffer.layout.own_numel(rank) * precision.compute_dtype(buffer.dtype).itemsize
             total[HOST["params"]] += on_host
             weights -= on_host
@@ -254,13 +255,17 @@ def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozense
     return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
 
 
-def frozen_on_host(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
-    """Names of the buffers of frozen weights of which a rank's shard is on the host, from where gathers copy it up."""
+def streamed(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
+    """Names of the buffers of which a rank's shard of the weights is off the device, from where gathers bring it."""
     if offload is None or offload.weights == "device" or strategy.params is not SHARD:
         return frozenset()
     units = _units_away(buffers, offload)
-    frozen = (buffer for buffer in buffers if not buffer.trained and buffer.layout.world_size > 1)
-    return frozenset(buffer.name for buffer in frozen if buffer.unit in units)
+    return frozenset(buffer.name for buffer in buffers if buffer.unit in units)
+
+
+def frozen_on_host(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
+    """Names of the buffers of frozen weights of which a rank's shard is on the host, from where gathers copy it up."""
+    return streamed(buffers, strategy, offload) - {buffer.name for buffer in buffers if buffer.trained}
 
 
 def _units_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
@@ -324,8 +329,9 @@ def watch_bytes(
     buffers: Sequence[Buffer], strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload | None
 ) -> int:
     """Bytes of the sums by which writes into unsharded weights are found if their master is elsewhere."""
-    away = buffers_away(buffers, offload)
-    whole = (b for b in buffers if b.name in away and (strategy.params is not SHARD or b.layout.world_size == 1))
+    away, freed = buffers_away(buffers, offload), streamed(buffers, strategy, offload)
+    kept = (b for b in buffers if strategy.params is not SHARD or b.layout.world_size == 1)
+    whole = (b for b in kept if b.name in away and b.name not in freed)
     return sum(bit_sums_bytes(b.layout.padded_numel * precision.compute_dtype(b.dtype).itemsize) for b in whole)
 
 
@@ -342,12 +348,13 @@ def _away_bytes(
     """Bytes of a buffer whose state is off the device, by category."""
     layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
     found = dict.fromkeys(("params", "grads", *_categories_away(offload)), 0)
-    if strategy.params is not SHARD or layout.world_size == 1:
+    alone = layout.world_size == 1
+    if strategy.params is not SHARD or (alone and offload.weights == "device"):
         found["params"] = layout.padded_numel * compute.itemsize
     else:
         if strategy.secondary_shard_size is not None:
             found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-        if not _has_format(buffer, precision) and offload.weights != "disk":
+        if (alone or not _has_format(buffer, precision)) and offload.weights != "disk":
             found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
     masters = DISK if offload.master == "disk" else HOST
     found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize

@@ -251,7 +251,7 @@ def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
 
 def offload(config: TrainConfig, stage: int, world_size: int) -> Offload | None:
     """Which state leaves the device at a stage; None: none does."""
-    shards = STAGES[stage].params is SHARD and (config.shard_size or world_size) > 1
+    shards = STAGES[stage].params is SHARD and (config.shard_size != 1 or world_size == 1)
     how = {"shards_weights": shards, "exact_sums": config.reproducible > 0}
     return offload_of(config.offload, Path(config.out), **how)
 

@@ -62,7 +62,7 @@ class ModulePatches:
                 vars(module)["generate"] = _generate_together(module, runtime)
         computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
         # Else weights are always unsharded and current.
-        if runtime.rank_groups.shard_group.world_size > 1 or computes_otherwise:
+        if runtime.rank_groups.shard_group.world_size > 1 or runtime.shard_params or computes_otherwise:
             self._handles += attach_parts(runtime.all_units(), model, runtime.pre_forward_of_part)
 
     def remove(self) -> None:
@@ -119,7 +119,7 @@ def _generate_together(model: nn.Module, runtime: Runtime) -> Callable[..., Any]
     """Return ``generate`` of a transformers model with ``synced_gpus``: ranks that are done join others' gathers."""
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        if runtime.shard_params and not runtime.weights.pinned:
+        if runtime.shard_params and runtime.rank_groups.shard_group.world_size > 1 and not runtime.weights.pinned:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError(
                     "model.generate(): the weights are sharded, and ranks end at different tokens; "

@@ -168,6 +168,8 @@ class HostGrads(FlatGrads):
             arrived = arrived.to(reduced.device)
             if self._stored is None:
                 reduced.add_(arrived)
+                if self._at_once:
+                    self._free_local()
             else:
                 self._reduced = torch.add(reduced, arrived).to(reduced.dtype)
                 self.land()
@@ -186,6 +188,10 @@ class HostGrads(FlatGrads):
             self._copy_down(there)
         assert self._reduced is not None
         self._partials = (self._reduced._version, partials) if there.device == self.device else None
+        self._free_local()
+
+    def _free_local(self) -> None:
+        """Free what has left, where the core would keep it."""
         if self.keep_local and not self.pending:
             self._local, self._views = None, []
 

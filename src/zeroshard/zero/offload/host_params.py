@@ -9,6 +9,11 @@ shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on t
           rank's slice of the unsharded weights itself
   | all-gather
 full      unsharded weights, on the device
+
+[Note: One rank that streams]
+    The core shards nothing where one rank has everything. If its weights come from the host or the file, that rank is a
+    world of one shard, which is all of them: they are gathered and freed as among several ranks, so a model may be
+    larger than the device.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from zeroshard.slab import Slab, room
 from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.core.strategy import SHARD
-from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.core.weights import Weights, WeightTransport
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
@@ -61,6 +66,8 @@ class HostParams(FlatParams):
         else:
             slab = Slab(room(there.nbytes), device=device, pinned=False)
             self._master = slab.take(there.numel(), there.dtype).copy_(there)
+        if self.transport.streams:
+            free_after_use(self)
         self._look()
 
     @property
@@ -165,6 +172,7 @@ class FrozenOnHost(FlatParams):
         slab = Slab(num_bytes, device=self.full.device, pinned=staging.pins(num_bytes))
         self.master = slab.take(there.numel(), there.dtype).copy_(there)
         self.transport.stream(self.master)
+        free_after_use(self)
 
     def come_back(self) -> None:
         """Bring the shard to the device for good, as it is to be trained there."""
@@ -184,6 +192,17 @@ def is_here(weights: Tensor) -> bool:
     return weights.device == HOST
 
 
+def free_after_use(weights: FlatParams) -> None:
+    """Shard weights that come from the host, if they are not: [Note: One rank that streams]."""
+    if weights.shard_params:
+        return
+    weights.shard_optim = weights.shard_params = True
+    weights._aliased = weights._always_compared = False
+    weights.full = torch.empty_like(weights.full)  # memory of torch's own: the storage will be resized
+    weights._views = weights.layout.views(weights.full)
+    Weights.reshard(weights)  # nothing was written to them yet
+
+
 def is_set(flag: Tensor) -> bool:
     """The value of a flag, 0-dim, that has arrived on the host."""
     return bool(flag)
@@ -200,7 +219,8 @@ class HostTransport(WeightTransport):
         staging: page-locked memory for what is copied up.
 
     Attributes:
-        reads_master: whether each gather reads the master, because no shard in the compute dtype stays.
+        streams: whether each gather brings the shard from the host or the file.
+        reads_master: whether it reads the master, because no shard in the compute dtype stays.
     """
 
     def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
@@ -213,7 +233,8 @@ class HostTransport(WeightTransport):
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._cast_at: Mark = None  # behind its copy to a GPU
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
-        shards = facts.strategy.params is SHARD and inner.comm.world_size > 1
+        self.streams = facts.strategy.params is SHARD and place != "device"
+        shards = self.streams or (facts.strategy.params is SHARD and inner.comm.world_size > 1)
         self.reads_master = shards and place == "disk"
         if shards and inner.form is None and place in ("device", "host"):
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start

@@ -115,7 +115,7 @@ class FrozenGroup(FlatGroup):
     def _weights(
         self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
     ) -> FlatParams:
-        if not frozen or facts.strategy.params is not SHARD or facts.rank_groups.shard_group.world_size == 1:
+        if not frozen or facts.strategy.params is not SHARD:
             return super()._weights(facts, params, init, transport, frozen=frozen)
         settings = facts.strategy, facts.rank_groups, facts.precision, init, facts.layout
         host = HostTransport(transport, facts, place="master", staging=self._at.staging)

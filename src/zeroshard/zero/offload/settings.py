@@ -36,9 +36,10 @@ class Offload:
         optimizer, master: optimizer states and master weights: ``"device"``, ``"host"`` or ``"disk"``. Both leave the
             device, or none does.
         grads: reduced gradients, until the optimizer steps: ``"device"``, ``"host"`` or ``"disk"``.
-        weights: at stage 3 of several ranks, this rank's shard of the weights in the compute dtype: ``"device"``,
-            ``"host"``, or ``"disk"``: there is none, as each gather reads the master weights in the file. Those of
-            frozen weights are on the host with either of the last two.
+        weights: at stage 3, this rank's shard of the weights in the compute dtype: ``"device"``, ``"host"``, or
+            ``"disk"``: there is none, as each gather reads the master weights in the file. Those of frozen weights are
+            on the host with either of the last two. One rank alone has one shard, all of them, and frees after use what
+            it has gathered from there.
         fraction: the share of the rank's elements whose state leaves, as whole units, the last of the forward first:
             those that are used first stay, because their update has the least time. ``"auto"``: all; the trainer
             puts the planner's number in its place.
@@ -113,11 +114,11 @@ class Offload:
         return num_units
 
     def attach(
-        self, strategy: ShardingStrategy, *, rank: int, num_shards: int, local_steps: bool, reproducible: bool
+        self, strategy: ShardingStrategy, *, rank: int, alone: bool, local_steps: bool, reproducible: bool
     ) -> Any:
         """Return an engine's `zeroshard.zero.offload.placement.Placement`; None: nothing leaves the device.
 
-        ``num_shards``: the ranks that shard together.
+        ``alone``: whether each of several ranks is a replica, which has all state.
 
         Raises:
             ValueError: another setting of the engine needs on the device what is to leave it; the rank's file cannot
@@ -128,9 +129,9 @@ class Offload:
         if self.weights != "device" and strategy.params.value != "shard":
             what = f"{self.weights!r} at {strategy.name}, which keeps whole weights"
             raise ValueError(f"offload.weights: {what}; give stage=3")
-        if self.weights != "device" and num_shards == 1:
-            what = f"{self.weights!r} on one rank, which shards nothing and keeps whole weights"
-            raise ValueError(f"offload.weights: {what}; give weights='device', or more ranks")
+        if self.weights != "device" and alone:
+            what = f"{self.weights!r} with shard_size=1, so that each rank would keep and copy all weights"
+            raise ValueError(f"offload.weights: {what}; leave shard_size out, or give weights='device'")
         if local_steps:
             raise ValueError(
                 f"offload.master: {self.master!r} with local_steps, whose outer steps use it; leave one out"

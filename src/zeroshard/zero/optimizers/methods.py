@@ -113,7 +113,7 @@ def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     optimizer = piecewise.optimizer
     for hook in hooks_of(optimizer, "state_dict_pre").values():
         hook(optimizer)
-    if any(group.params.shard_optim for group in piecewise.slots):
+    if any(group.params.shard_optim and group.params.comm.world_size > 1 for group in piecewise.slots):
         raise RuntimeError(
             "optimizer.state_dict(): each rank holds a part of the states; use zero.optim_state_dict(optimizer) on "
             "every rank, or zeroshard.save()"

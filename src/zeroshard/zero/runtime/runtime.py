@@ -120,12 +120,12 @@ class Runtime(Passes[Unit, FlatGroup]):
     def apply_strategy(self, strategy: ShardingStrategy) -> None:
         """From now on shard weights and gradients as this row of the stage table says."""
         super().apply_strategy(strategy)
-        self.weights.shard_params = self.shard_params
+        self.shard_params = self.weights.shard_params = any(group.params.shard_params for group in self.groups())
         self.apply_num_ahead()
 
     def apply_num_ahead(self) -> None:
         """Gather units in their turn also where weights stay unsharded, if their masters change during forward."""
-        if self.gathers_in_turn:
+        if self.gathers_in_turn or self.shard_params:
             self.num_ahead = 0 if self.gathers_behind else self.prefetch
         self.shard_grads = self.shard_grads or self.grads_leave
 
