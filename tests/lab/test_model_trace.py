@@ -35,10 +35,13 @@ def _whole(model, micro_batch, precision, device_type="cpu", seq_len=SEQ_LEN):
 @pytest.mark.parametrize("precision", [FP32, BF16, MixedPrecision(param_dtype=torch.float16)], ids=["32", "b16", "16"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("recomputed", ["none", "full", "selective:2", "offload by 3 tiles"])
 @pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
-def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, kernels, device_type, precision):
+def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, recomputed, kernels, device_type, precision):
+    recomputed, _, tiles = recomputed.removesuffix(" tiles").partition(" by ")
+    overrides = {"n_layer": 3, "activation_checkpointing": recomputed, "tiles": tiles or "none"}
     with torch.device("meta"):
-        model = build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={"n_layer": 3}, kernels=kernels)
+        model = build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides=overrides, kernels=kernels)
     assert trace_language_model(model, 2, SEQ_LEN, precision, device_type=device_type) == _whole(
         model, 2, precision, device_type
     )

@@ -221,7 +221,7 @@ class _Kept(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiling: _Tiling, num_inputs: int, kept: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.tiling, ctx.num_inputs, ctx.trained = tiling, num_inputs, tensors[num_inputs:]
+        ctx.tiling, ctx.trained, ctx.device = tiling, tensors[num_inputs:], kept.device
         with tiling.autocast():
             return _by_tile(tiling.function, tiling.num, tensors[:num_inputs], tiling.as_ranks)
 
@@ -266,7 +266,7 @@ class _Tiles(torch.autograd.Function):
         of_params = (
             None if total is None else total.to(param.dtype) for total, param in zip(sums, trained, strict=True)
         )
-        return None, None, torch.empty(0), *grads_of_inputs, *of_params
+        return None, None, torch.empty(0, device=ctx.device), *grads_of_inputs, *of_params
 
 
 def _require_given(out: Tensor, leaves: Sequence[Tensor]) -> None:

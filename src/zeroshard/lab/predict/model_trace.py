@@ -35,7 +35,7 @@ from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.fusion import Operation, Region, fused, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
-from zeroshard.lab.predict.on_meta import fuse_dropout, on_meta, serves
+from zeroshard.lab.predict.on_meta import fuse_dropout, in_recomputations, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
@@ -221,6 +221,8 @@ def _trace(
         fake, chosen = _fake(model, units, precision)
         if device_type != "cpu" and isinstance(fake, LanguageModel):
             fuse_dropout(fake)
+        if isinstance(fake, LanguageModel) and next(fake.parameters()).is_meta:
+            in_recomputations(fake)
         root, specs = partition(fake, chosen)
         compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
         log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")

@@ -26,13 +26,13 @@ def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) ->
     """Whether tracing ``model`` on the meta device gives the same trace as with fake tensors.
 
     A model that says so (``traces_on_meta``) qualifies; others may depend on the device in more ways. It does unless it
-    masks documents, uses dropout, recomputes blocks in backward, or uses torch's own LayerNorm in a 16-bit dtype: the
-    CPU's kernel keeps its statistics in that dtype, and the meta device's in fp32.
+    masks documents, uses dropout, or uses torch's own LayerNorm in a 16-bit dtype: the CPU's kernel keeps its
+    statistics in that dtype, and the meta device's in fp32.
     """
     if not model.traces_on_meta:
         return False
     config: Any = model.config
-    if model.eos_id is not None or getattr(config, "dropout", 0.0) or config.activation_checkpointing != "none":
+    if model.eos_id is not None or getattr(config, "dropout", 0.0):
         return False
     own_kernels = device_type == "cuda" and model.kernels != "reference"
     return own_kernels or precision.param_dtype is None or "layer_norm" not in model.operations
@@ -43,6 +43,18 @@ def on_meta() -> Generator[None]:
     """Create tensors on the meta device in this block, and compute attention with the CPU's fused kernel."""
     with torch.device("meta"), _FusedAttention():
         yield
+
+
+def in_recomputations(model: LanguageModel) -> None:
+    """Have blocks that run again in backward compute as in `on_meta`, in place: `Tensor.backward` leaves such modes."""
+    if getattr(model.config, "activation_checkpointing", "none") != "none":
+        for module in _outermost(model, set(model.blocks)):
+            module.forward = partial(_on_meta, module.forward)
+
+
+def _on_meta(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with on_meta():
+        return forward(*args, **kwargs)
 
 
 def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
