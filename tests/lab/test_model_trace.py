@@ -26,9 +26,9 @@ def _model(name="llama-tiny", lora=None, **overrides):
         return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides}, lora=lora)
 
 
-def _whole(model, micro_batch, precision, device_type="cpu", seq_len=SEQ_LEN):
+def _whole(model, micro_batch, precision, device_type="cpu", seq_len=SEQ_LEN, **how):
     inputs = tokens_and_targets(seq_len)
-    return trace_model(model, micro_batch, model.units, inputs, precision, device_type=device_type)
+    return trace_model(model, micro_batch, model.units, inputs, precision, device_type=device_type, **how)
 
 
 @pytest.mark.pairwise
@@ -64,6 +64,18 @@ def test_a_few_blocks_tell_all_of_a_deep_model(name, recomputed, device_type, nu
     model = _model(name, activation_checkpointing=recomputed, n_layer=num_layers)
     few = trace_language_model(model, 2, SEQ_LEN, BF16, device_type=device_type)
     assert few == _whole(model, 2, BF16, device_type)
+
+
+@pytest.mark.parametrize(("name", "recomputed"), [("llama-tiny", "full"), ("gpt2-demo", "offload")])
+def test_a_few_blocks_tell_all_of_a_deep_model_whose_tiles_are_ranks(name, recomputed, monkeypatch):
+    model = _model(name, activation_checkpointing=recomputed, n_layer=9, tiles="2")
+    whole = _whole(model, 2, BF16, tiles=2)
+    assert sum(span.event.name == "backward_over" for span in whole.spans) == 2
+    traced = model_trace._traced
+    depths = []
+    monkeypatch.setattr(model_trace, "_traced", lambda *given: depths.append(given[-1]) or traced(*given))
+    assert trace_language_model(model, 2, SEQ_LEN, BF16, tiles=2) == whole
+    assert max(depths) < 9
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

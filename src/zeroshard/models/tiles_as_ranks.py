@@ -263,11 +263,10 @@ class TilesAsRanks:
         trained = list(dict.fromkeys(param for grads in apart for param in grads))
         while trained and apart:
             grads = apart.pop(0)
-            given = [grads.get(param) for param in trained]
-            given = [torch.zeros_like(p) if each is None else each for p, each in zip(trained, given, strict=True)]
-            scalar = _Given.apply(given, *trained)
-            del given, grads  # autograd takes each gradient over, and frees it when the engine has it
-            torch.autograd.backward(scalar)
+            link = torch.empty(0, device=trained[0].device)
+            for param in reversed(trained):  # so that they come in the order in which the first tile's came
+                link = _Given.apply(grads.pop(param, None), param, link)
+            torch.autograd.backward(link, torch.empty_like(link))
 
     def grad_of(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Take ``param``'s gradient of each tile; return what its own backward adds to ``param.grad``."""
@@ -327,18 +326,21 @@ class _Apart(torch.autograd.Function):
 
 
 class _Given(torch.autograd.Function):
-    """A scalar whose backward gives each parameter a gradient that is known already."""
+    """A link whose backward gives a parameter a gradient that is known already (None: zeros), then runs the next one's.
+
+    Autograd takes the gradient over, and frees it when the engine has it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: nn.Parameter) -> Tensor:
-        ctx.grads = grads
-        return torch.zeros((), device=params[0].device)
+    def forward(ctx: Any, grad: Tensor | None, param: nn.Parameter, following: Tensor) -> Tensor:
+        ctx.grad, ctx.param = grad, param
+        return following.view_as(following)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        given, ctx.grads = ctx.grads, None
-        return None, *given
+        given, ctx.grad = ctx.grad, None
+        return None, torch.zeros_like(ctx.param) if given is None else given, grads[0]
 
 
 @contextmanager

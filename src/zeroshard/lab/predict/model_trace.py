@@ -101,8 +101,7 @@ def trace_language_model(
     few = 2 * (period + edge)
     few += (num_blocks - few) % period
     deeper = None
-    # gradients of tiles come in an order of all parameters, which a trace of few blocks does not know
-    if num_blocks > few and have_the_same(model.blocks) and (tiles or 1) == 1:
+    if num_blocks > few and have_the_same(model.blocks):
         before = units.index(model.blocks[0])
         after = len(units) - num_blocks - before
         deeper = repeat_blocks(of_depth(few), num_blocks, period, before=before, after=after, edge=edge)
