@@ -9,11 +9,13 @@ from itertools import accumulate
 import pytest
 
 from dry_run import compared
-from zeroshard.errors import UserError
+from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab import plan
+from zeroshard.lab.planner import command
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.planner import planner_for
+from zeroshard.lab.predict.hardware import find_device
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.models import LlamaConfig
 from zeroshard.train.config.config import TrainConfig
@@ -112,6 +114,16 @@ def test_a_dry_run_of_tiles_as_ranks_sends_and_holds_what_is_planned(more):
     for name in ("messages", "message bytes", "params", "grads", "optimizer"):
         assert found[name]["predicted"] == found[name]["measured"], name
     assert abs(found["peak"]["predicted"] - found["peak"]["measured"]) <= 2048
+
+
+def test_suggested_sequences_are_cut_into_tiles_evenly(monkeypatch):
+    model = {"name": "llama-tiny", "n_layer": 2, **HEADS, "activation_checkpointing": "full"}
+    given = {"model": model, "stage": "0", "seq_len": 48, "tiles": "4", "reproducible": 1, "json": True}
+    found = find_device("h100-80gb")
+    little = replace(found, device=replace(found.device, memory_bytes=2 << 20))
+    monkeypatch.setattr(command, "find_device", lambda name: little)
+    answer = answer_plan(validate(PlanConfig, given))  # looks at 24, 12, 6 and 3 tokens, of which tiles cut two
+    assert answer.status == ExitStatus.CHECK_FAILED
 
 
 def test_tiles_as_ranks_keep_a_gradient_of_every_parameter_each():

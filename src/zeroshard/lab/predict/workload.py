@@ -89,6 +89,11 @@ class Workload:
         return self.seq_len // self.sequence_parallel
 
     @property
+    def num_parts(self) -> int:
+        """Into how many parts of tokens a row is cut, over ranks and over the tiles that each computes as ranks."""
+        return self.sequence_parallel * (self.tiles or 1)
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids; 0 if the model is no language model."""
         return getattr(getattr(self.model, "config", None), "vocab_size", 0)
