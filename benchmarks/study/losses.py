@@ -2,9 +2,11 @@
 
     python benchmarks/study/losses.py remedies --text tinyshakespeare.txt --out runs/remedies --figure losses.png
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/states
+    python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/base --base FOLDER --only 'tuned*'
 
 *remedies*: what makes runs faster on slow links. *states*: optimizer states of fewer bytes, in training and in
-fine-tuning of a model that was trained before on the interpreter's standard library.
+fine-tuning: of a model that was trained before on the interpreter's standard library, or of one in Hugging Face's
+format in a folder, SmolLM2-135M say.
 
 10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four to ten minutes a run on 2 cores. Runs
 stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the
@@ -16,6 +18,7 @@ is the run of the first row, which then goes on from its checkpoint with local s
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import subprocess
 import sys
@@ -28,7 +31,7 @@ from zeroshard.columns import columns
 from zeroshard.lab.report import png
 from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
 
-MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384", "--seq-len", "64"]
+MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384"]
 TOGETHER = 0.2  # of the steps, those before the first local one, where replicas begin together
 
 
@@ -101,7 +104,7 @@ def first_of(choices: dict[str, Choice], name: str) -> str:
 
 
 def trained(
-    choices: dict[str, Choice], text: str, folder: Path, name: str, seed: int, steps: int, rows: int
+    choices: dict[str, Choice], text: str, folder: Path, name: str, seed: int, steps: int, rows: int, base: str
 ) -> dict[str, Any]:
     """The losses of a run, which is made, or gone on with, if it is not complete yet."""
     choice, out = choices[name], folder / f"{name}-seed{seed}"
@@ -109,12 +112,17 @@ def trained(
     parts = [(choice, steps)]
     if choice.together:
         parts.insert(0, (choices[first_of(choices, name)], round(TOGETHER * steps)))
-    if choice.tuned:
+    if choice.tuned and base:
+        on_text += ["--model", f"hf:{base}"]
+    elif choice.tuned:
         before = folder / "pretrained"
-        library = ["--data", "python-stdlib", "--data.dir", str(folder / "library")]
+        library = [*MODEL, "--data", "python-stdlib", "--data.dir", str(folder / "library")]
         _train(library, before, Choice(1, ()), 0, steps, steps, rows)
         on_text += ["--init-from", str(before)]
+    if choice.tuned:
         parts = [(choice, steps // 4)]
+    if not (choice.tuned and base):
+        on_text += MODEL
     for each, last in parts:
         _train(on_text, out, each, seed, last, last if choice.tuned else steps, rows)
     return {"choice": name, "seed": seed, "val_loss": _evals(out)[-1][1], "curve": _evals(out)}
@@ -125,7 +133,7 @@ def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, ste
     evals = _evals(out)
     if evals and evals[-1][0] >= last:
         return
-    words = [*data, "--out", str(out), *MODEL]
+    words = [*data, "--out", str(out), "--seq-len", "64"]
     words += ["--max-steps", str(last), "--decay-steps", str(steps), "--warmup-steps", str(steps // 20)]
     words += ["--nproc", str(choice.num_ranks)] if choice.num_ranks > 1 else []
     words += ["--seed", str(seed), "--global-batch-size", str(rows)]
@@ -182,20 +190,23 @@ def main() -> None:
     parser.add_argument("study", choices=list(STUDIES))
     parser.add_argument("--text", required=True, help="file to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows; all, if not given")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows, or lora*; all, if not given")
+    parser.add_argument("--base", default="", metavar="FOLDER", help="fine-tune this model of transformers")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=4, help="sequences of 64 bytes of a step, all ranks together")
     parser.add_argument("--figure", type=Path, help="draw curves of validation losses here, a PNG")
     arguments = parser.parse_args()
     choices = STUDIES[arguments.study]
-    names = arguments.only or list(choices)
-    if unknown := [name for name in names if name not in choices]:
+    asked = arguments.only or ["*"]
+    if unknown := [name for name in asked if not fnmatch.filter(choices, name)]:
         parser.error(f"--only: {unknown[0]!r} is no row; rows: {', '.join(choices)}")
+    names = [name for pattern in asked for name in fnmatch.filter(choices, pattern)]
     found = []
     for seed in arguments.seeds:
         for name in names:
-            found.append(trained(choices, arguments.text, arguments.out, name, seed, arguments.steps, arguments.rows))
+            how = (arguments.steps, arguments.rows, arguments.base)
+            found.append(trained(choices, arguments.text, arguments.out, name, seed, *how))
             (arguments.out / "losses.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(f"seed {seed}  {name}  {found[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
     print(table(choices, found))
