@@ -100,6 +100,7 @@ def _steps(out: Path) -> list[dict[str, Any]]:
 
 
 def _family(pid: int) -> Iterator[int]:
+    yield pid  # a run of one rank has no others
     try:
         yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
     except psutil.Error:
@@ -178,7 +179,8 @@ def train(
     words += ["--model.activation-checkpointing", "full", "--seq-len", str(given.seq_len)]
     words += ["--micro-batch-size", "1", "--strategy", "zero3", "--nproc", str(given.nproc), "--comm", "shm"]
     words += ["--dtype", given.dtype, "--reduce-dtype", given.dtype, "--max-steps", str(given.steps)]
-    words += ["--eval-interval", "0", "--checkpoint-interval", "-1", "--log-interval", "1", "--out", str(out)]
+    words += ["--eval-interval", "0", "--eval-batches", "1", "--checkpoint-interval", "-1"]
+    words += ["--log-interval", "1", "--out", str(out)]
     words += ["--offload", offload, "--offload.fraction", "1"] if offload != "none" else []
     words += ["--offload.path", str(out / "states")] if offload.startswith("disk") else []
     words += ["--plan.device", given.device] if given.device else []
