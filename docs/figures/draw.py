@@ -214,13 +214,13 @@ def _activations(how: str, tiles: str, ranks: int, tokens: int) -> int:
 
 
 def _table(page: Path, head: str) -> list[list[float]]:
-    """The numbers of the table of a page that begins with ``head``."""
+    """The numbers of the table of a page that begins with ``head``; NaN where there is a dash."""
     lines = page.read_text(encoding="utf-8").partition(head)[2].splitlines()[2:]
     rows = []
     for line in lines:
         if not line.startswith("|"):
             break
-        rows.append([float(cell.replace(",", "")) for cell in line.strip("| ").split("|")])
+        rows.append([float(cell.replace(",", "").replace("-", "nan")) for cell in line.strip("| ").split("|")])
     return rows
 
 
