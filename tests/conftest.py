@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import bytecode
 import forked
-from made_once import made_once  # noqa: F401 -- a fixture
+from made_once import folder_of_all, made_once  # noqa: F401 -- fixtures
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, process_group, refusal, text_config, tiny_config  # noqa: F401 -- fixtures
 from zeroshard import gc_frequency
@@ -65,9 +65,9 @@ def _in_no_world(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path_factory):
-    """Answers that others have kept are none of a test's; those that tests of this process keep are the same anyhow."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / ".cache"))
+def _own_cache(monkeypatch, request):
+    """What others have kept is none of a test's; of these tests one worker compiles a loop, and all of them read it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(request.getfixturevalue("folder_of_all") / ".cache"))
 
 
 @pytest.fixture(autouse=True)

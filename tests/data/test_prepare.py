@@ -120,7 +120,9 @@ def test_a_folder_of_another_spec_is_refused_with_the_difference(one_file, tmp_p
 def test_the_same_text_under_another_name_is_the_same(one_file, tmp_path):
     folder = prepare(one_file, tmp_path / "data")
     (tmp_path / "copy.txt").write_text(TEXT)
-    prepare(DataSpec("text", (str(tmp_path / "copy.txt"),)), folder)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert prepare(DataSpec("text", (str(tmp_path / "copy.txt"),)), folder) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("is_file", [True, False])

@@ -1,6 +1,7 @@
 """Loops of `transformers.Trainer` and Accelerate at two ranks, stage 3, held against the same loop in one process."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 import forked
 
-pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "accelerate")
+]
 
 SCRIPT = Path(__file__).with_name("loops.py")
 TOLERANCE = 1e-5

@@ -2,25 +2,26 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from zeroshard import checkpoint
+from zeroshard.cli import main
+from zeroshard.comm import run_threads
+from zeroshard.data.joining import prompt_ids
+from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer
+from zeroshard.inference.generate import WeightsOnly
+from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import load_config
+from zeroshard.train.setup.assemble import make_model, model_table
+from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.zero import Zero
 
-from zeroshard import checkpoint  # noqa: E402
-from zeroshard.cli import main  # noqa: E402
-from zeroshard.comm import run_threads  # noqa: E402
-from zeroshard.data.joining import prompt_ids  # noqa: E402
-from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer  # noqa: E402
-from zeroshard.inference.generate import WeightsOnly  # noqa: E402
-from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig  # noqa: E402
-from zeroshard.train.config.config import TrainConfig  # noqa: E402
-from zeroshard.train.config.toml import load_config  # noqa: E402
-from zeroshard.train.setup.assemble import make_model, model_table  # noqa: E402
-from zeroshard.train.setup.run_folder import tokenizer_folder  # noqa: E402
-from zeroshard.zero import Zero  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 TOLERANCE = 1e-5  # fp32, absolute: logits here are of order 1, and sums are taken in another order
 GPT2_SHAPE = GPT2Config(vocab_size=61, seq_len=24, n_layer=3, n_head=4, n_embd=32)
@@ -75,6 +76,8 @@ def logits(model, vocab_size):
 
 
 def opened(folder, **kwargs):
+    import transformers
+
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, local_files_only=True, **kwargs
     )
@@ -124,6 +127,8 @@ def test_bfloat16_is_half_the_bytes_and_rounded_once(tmp_path):
 
 
 def test_the_byte_tokenizer_gives_the_same_ids_there(tmp_path):
+    import transformers
+
     run = save_run(tmp_path / "run", build(replace(GPT2_SHAPE, vocab_size=256)), tokenizer="bytes")
     assert main(["export", str(run), str(tmp_path / "hf")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
@@ -134,6 +139,8 @@ def test_the_byte_tokenizer_gives_the_same_ids_there(tmp_path):
 
 def test_a_trained_tokenizer_travels_there_and_back(tmp_path):
     """Through a real folder of theirs, and into ids of a run here."""
+    import transformers
+
     ours = make_tokenizer("bpe:300", [TEXT * 40, "the quick brown fox " * 40])
     theirs = their_model(replace(LLAMA_SHAPE, vocab_size=300))
     theirs.save_pretrained(tmp_path / "hf")
@@ -151,6 +158,7 @@ def test_a_trained_tokenizer_travels_there_and_back(tmp_path):
 
 def test_the_marks_are_those_that_the_tokenizers_files_say(tmp_path):
     """BOS from tokenizer.json, EOS from tokenizer_config.json, which may be none that we know by its name."""
+    import transformers
     from tokenizers import Tokenizer, processors
 
     inner = Tokenizer.from_str(make_tokenizer("bpe:290", [TEXT * 40]).to_json())
@@ -173,6 +181,8 @@ def test_the_marks_are_those_that_the_tokenizers_files_say(tmp_path):
 
 
 def their_model(config):
+    import transformers
+
     shared = {"vocab_size": config.vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if isinstance(config, GPT2Config):
         sizes = {"n_positions": config.seq_len, "n_layer": config.n_layer, "n_head": config.n_head}

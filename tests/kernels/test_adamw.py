@@ -193,7 +193,11 @@ def test_pieces_that_start_anywhere_and_what_lies_between_them(triton, random, d
 def test_empty_tensors_and_no_tensors(kernels, triton, device):
     adamw([], [], [], [], step=1, options=OPTIONS, kernels=kernels)
     empty = torch.zeros(0, device=device)
-    adamw(*([empty, torch.ones(1, device=device)] for _ in range(4)), step=1, options=OPTIONS, kernels=kernels)
+    found, wanted = ([torch.ones(1, device=device) for _ in range(4)] for _ in range(2))
+    adamw(*([empty, column] for column in found), step=1, options=OPTIONS, kernels=kernels)
+    adamw(*wanted, step=1, options=OPTIONS, kernels=kernels)
+    assert found == wanted
+    assert found[0] != 1
     adamw(empty, empty, empty, empty, step=1, options=OPTIONS, kernels=kernels)
 
 

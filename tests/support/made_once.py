@@ -9,11 +9,16 @@ from filelock import FileLock
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+def folder_of_all(tmp_path_factory) -> Path:
+    """The temporary folder of this run of the tests, in which each worker has its own."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def made_once(folder_of_all) -> Callable[[str, Callable[[Path], object]], Path]:
     """``made_once(name, make)``: the folder of that name, which ``make`` has filled; nobody may change it."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # the workers' own folders lie side by side
+    root = folder_of_all
 
     def get(name: str, make: Callable[[Path], object]) -> Path:
         folder, made = root / f"once-{name}", root / f"once-{name}.made"

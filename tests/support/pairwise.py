@@ -14,28 +14,32 @@ from itertools import combinations
 Combination = tuple[Hashable, ...]  # one value of each axis
 
 
-def pairs_of(combination: Combination) -> set[tuple[tuple[int, Hashable], ...]]:
-    """Its values in pairs, each value with the number of its axis; the values alone where there is one axis."""
-    values = list(enumerate(combination))
-    return set(combinations(values, min(2, len(values))))
-
-
 def cover(combinations_: Sequence[Combination]) -> list[int]:
     """Places, ascending, of combinations that together have every pair that all of them have.
 
     What is left out of the product beforehand stays out: only pairs that occur are asked for.
     """
-    pairs = [pairs_of(combination) for combination in combinations_]
-    missing = set[tuple[tuple[int, Hashable], ...]]().union(*pairs)
-    gains = [len(found) for found in pairs]  # at most so many are new: what was taken meanwhile only lessens them
+    values: dict[tuple[int, Hashable], int] = {}
+    bits: dict[tuple[int, ...], int] = {}  # of each pair, in the order in which they come
+    found = []  # the pairs of each combination, as bits
+    for combination in combinations_:
+        row = [values.setdefault(value, len(values)) for value in enumerate(combination)]
+        mask = 0
+        for pair in combinations(row, min(2, len(row))):  # the values alone where there is one axis
+            if pair not in bits:
+                bits[pair] = 1 << len(bits)
+            mask |= bits[pair]
+        found.append(mask)
+    missing = (1 << len(bits)) - 1
+    gains = [mask.bit_count() for mask in found]  # at most so many are new: what was taken meanwhile only lessens them
     chosen = []
     while missing:
         best, most = 0, 0
-        for place, found in enumerate(pairs):
-            if gains[place] > most:
-                gains[place] = len(found & missing)
-                if gains[place] > most:
-                    best, most = place, gains[place]
+        for place, gain in enumerate(gains):
+            if gain > most:
+                gains[place] = gain = (found[place] & missing).bit_count()
+                if gain > most:
+                    best, most = place, gain
         chosen.append(best)
-        missing -= pairs[best]
+        missing &= ~found[best]
     return sorted(chosen)

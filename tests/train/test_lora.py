@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.start import run_training
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 CPU, WORLD_SIZE, RANK, NUM_STEPS, MAX_NORM = torch.device("cpu"), 2, 4, 4, 1.0
 OURS = {
     "gpt2-demo": {"n_layer": 2, "n_embd": 16, "n_head": 2, "seq_len": 16},

@@ -121,8 +121,10 @@ def test_what_one_rank_writes_and_takes_back_is_no_fault(stage):
             net(rows(comm.rank)).sum().backward()
             optim.step()
             optim.zero_grad()
+        return zero.state_dict()["last.bias"]
 
-    run_threads(go, WORLD_SIZE)
+    first, *others = run_threads(go, WORLD_SIZE)
+    assert all(torch.equal(bias, first) for bias in others)
 
 
 def test_a_load_that_would_round_the_master_weights_is_refused():
