@@ -114,11 +114,13 @@ def test_a_dry_run_of_one_rank_frees_weights_as_planned(state):
     assert peaks["3"] < peaks["2"]
 
 
-def test_a_plan_of_one_gpu_has_a_row_of_streamed_weights():
-    """Weights that do not fit are the first to be streamed; the command that is printed says so."""
-    given = {"model": {"name": "llama-7b"}, "seq_len": 2048, "gpu": "rtx-4090", "micro_batch": 1}
-    model = {"name": "llama-7b", "activation_checkpointing": "full", "n_layer": 96}
-    given |= {"model": model, "offload": {"state": "all", "fraction": "1"}}
+def test_a_plan_of_one_gpu_has_a_row_of_streamed_weights(tmp_path):
+    """Of weights that take more than the GPU has; the command that is printed names the stage."""
+    device = replace(find_device("rtx-4090").device, memory_bytes=6 << 30)
+    write_calibration(path := tmp_path / "gpu.json", Calibration(device))
+    model = {"name": "llama-7b", "activation_checkpointing": "full", "n_layer": 16}
+    given = {"model": model, "seq_len": 512, "gpu": str(path), "micro_batch": 1}
+    given |= {"offload": {"state": "all", "fraction": "1"}}
     rows = json.loads(answer_plan(validate(PlanConfig, {**given, "json": True})).text)["rows"]
     assert [(row["stage"], row["fits"]) for row in rows] == [(0, False), (1, False), (2, False), (3, True)]
     resident = [row["resident_bytes"]["before_update"] for row in rows]
