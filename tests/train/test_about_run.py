@@ -45,3 +45,9 @@ def test_a_run_tells_that_this_cpu_computes_bfloat16_slowly(tiny_config, monkeyp
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions)
     said = ", for which this CPU has no instructions (float32 is many times faster)" * (not has_instructions)
     assert built(tiny_config(dtype="bfloat16")).about["compute"].startswith(f"bfloat16 on cpu{said}, adamw with lr ")
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_run_tells_whether_its_weights_leave_the_device_too(tiny_config, strategy):
+    said = built(tiny_config(strategy=strategy, offload={"state": "all"})).about["offload"]
+    assert (", weights copied up for each use" in said) == (strategy == "zero3")

@@ -58,7 +58,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     lines = {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
-        "offload": offload_in_words(config, run.why_fraction),
+        "offload": offload_in_words(config, run.why_fraction, comm.world_size),
         "update": update_in_words(config, run),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",
@@ -107,20 +107,23 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
 
 _AWAY = {  # by ``offload.state``
     "optimizer": "optimizer states, master weights and gradients on the host",
-    "all": "optimizer states, master weights and gradients on the host, and sharded weights",
+    "all": "optimizer states, master weights and gradients on the host",
     "disk": "optimizer states and master weights in a file of each rank, gradients on the host",
-    "disk-all": "optimizer states, master weights and gradients in a file of each rank, and sharded weights",
+    "disk-all": "optimizer states, master weights and gradients in a file of each rank",
 }
+_STREAMED = {"all": ", weights copied up for each use", "disk-all": ", weights read there for each use"}
 
 
-def offload_in_words(config: TrainConfig, why: str) -> str:
+def offload_in_words(config: TrainConfig, why: str, world_size: int) -> str:
     """Describe what is off the device, and which part of it for which reason ``why``; empty if nothing is."""
     offload = config.offload
     if not offload.on:
         return f"none (auto: {why})" if why else ""
     chosen = f", auto: {why}" if why else ""
     share = "all" if offload.share in ("auto", 1.0) else f"--offload.fraction {offload.fraction}"
-    return f"{_AWAY[offload.state]} ({share}{chosen})"
+    streams = config.strategy == "zero3" and (config.shard_size != 1 or world_size == 1)
+    weights = _STREAMED.get(offload.state, "") if streams else ""
+    return f"{_AWAY[offload.state]}{weights} ({share}{chosen})"
 
 
 def update_in_words(config: TrainConfig, run: Run) -> str:
