@@ -52,6 +52,7 @@ def _row(stage, tokens_per_s, headroom_bytes=2**30, *, fits=True, micro_batch=1)
         outer_steps=OuterStepCost(),
         node_copy=0,
         node_size=0,
+        any_stage=False,
     )
 
 
