@@ -8,7 +8,6 @@ another layout or another schedule gives another picture.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.plan import plan
+from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
@@ -150,7 +151,7 @@ def exposed() -> Figure:
     ax: Axes = figure.subplots()
     for gpu, color in MACHINES.items():
         found = [(rows * 2048, _planned(gpu, rows)) for rows in (1, 2, 4, 8, 16, 32)]
-        shown = [(tokens, row["offload"]["waiting_s"], row["step_s"]) for tokens, row in found if row["fits"]]
+        shown = [(tokens, row.offloaded.waiting_s, row.timing.step_s) for tokens, row in found if row.fits]
         tokens, waiting, seconds = zip(*shown, strict=True)
         ax.plot(tokens, waiting, color=color, marker="o", label=f"{gpu}: it waits")
         ax.plot(tokens, seconds, color=color, linestyle=":", label=f"{gpu}: a step")
@@ -166,12 +167,11 @@ def exposed() -> Figure:
     return figure
 
 
-def _planned(gpu: str, micro_batch: int) -> dict[str, Any]:
+def _planned(gpu: str, micro_batch: int) -> Row:
     model = {"name": "llama-7b", "activation_checkpointing": "full"}
     offload = {"state": "optimizer", "fraction": "1"}
-    settings = {"model": model, "offload": offload, "gpu": gpu, "gpus": 1, "seq_len": 2048, "stage": "2", "json": True}
-    config = validate(PlanConfig, {**settings, "micro_batch": micro_batch})
-    return json.loads(answer_plan(config).text)["rows"][0]
+    config = validate(PlanConfig, {"model": model, "offload": offload, "gpu": gpu, "gpus": 1, "seq_len": 2048})
+    return plan(**arguments(config), stage=2, micro_batch=micro_batch).rows[0]
 
 
 LEVERS = {  # how blocks are recomputed, tiles, ranks that share a sequence: and thousands of tokens where lines bend
