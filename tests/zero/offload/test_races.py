@@ -178,8 +178,9 @@ def _away(grads, **others):
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("grads", ["host", "device", "disk"])
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
+@pytest.mark.parametrize(
+    ("stage", "weights", "num_ranks"), [*((stage, "device", 4) for stage in STAGES), (3, "host", 4), (3, "host", 1)]
+)
 def test_nothing_is_touched_before_what_it_must_wait_for(
     stage,
     weights,
