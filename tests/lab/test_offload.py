@@ -14,7 +14,15 @@ from zeroshard.errors import UserError
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration
-from zeroshard.lab.predict.offload import ADAM_BYTES, UnitTimes, exposed_s, hidden_units, host_rates, least_away
+from zeroshard.lab.predict.offload import (
+    ADAM_BYTES,
+    UnitTimes,
+    exposed_s,
+    hidden_units,
+    host_rates,
+    least_away,
+    read_again_s,
+)
 from zeroshard.train.config.validate import validate
 from zeroshard.zero.offload.disk import BLOCK_BYTES
 
@@ -57,6 +65,16 @@ def test_on_a_cpu_updates_take_their_time_from_the_forward_and_only_a_slow_disk_
     assert exposed(0) == pytest.approx(4 * 0.5)
     assert exposed(1) == pytest.approx(4 * 0.5 + 0.5)  # nothing is computed while the first unit is read
     assert exposed(3) == pytest.approx(3 * 3 + 1.5 + 0.5 - 3)
+
+
+def test_a_forward_reads_weights_from_the_file_only_where_it_comes_long_after_their_update():
+    def found(disk, before):
+        units = [replace(unit, disk_s=disk, gather_s=1.0) for unit in _units([before] * 4, [0.5] * 4)]
+        return read_again_s(units), read_again_s(units, same_cores=True)
+
+    assert found(3, 1) == (0, 0)  # it waits for each update
+    assert found(0.75, 9) == (3, 3)  # for the first alone
+    assert found(1.0, 1.75) == (2, 3)  # the second comes before a slot has another unit
 
 
 def test_the_units_that_are_used_first_stay_and_the_others_cost_nothing():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ SPEC = [(5, torch.float32), (1000, torch.float32), (7, torch.bfloat16), (0, torc
 # writes three units as `tensors` makes them, and is killed before it writes one of them again
 KILLED = """
 import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
 from zeroshard.zero.offload.disk import DiskStates
@@ -250,6 +252,46 @@ def test_a_file_that_became_shorter_is_an_error_that_names_it(path):
     assert said.value.filename == str(path)
     states.close()
     del views
+
+
+def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(path):
+    states = DiskStates(path)
+    _views = filled(states, 4)
+    for tensor in states.read(UNITS[0]):
+        tensor.add_(1)
+    with states.in_memory(UNITS[0]) as copies:
+        assert copies is None  # the update is under way
+    states.write(UNITS[0])
+    states.read(UNITS[1])  # the third slot is read ahead into
+    entered, left, taken = threading.Event(), threading.Event(), threading.Event()
+
+    def read():
+        with states.in_memory(UNITS[0]) as copies:
+            entered.set()
+            left.wait(60)
+            assert not taken.is_set()
+            return [copy.clone() for copy in copies]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.submit(read)
+        entered.wait(60)
+        taking = pool.submit(lambda: (states.read(UNITS[2]), taken.set()))  # the next one is read ahead
+        with pytest.raises(TimeoutError):
+            taking.result(0.1)
+        left.set()
+        assert same(found.result(60), [tensor + 1 for tensor in tensors(0)])
+        taking.result(60)
+    with states.in_memory(UNITS[0]) as copies:
+        assert copies is None
+    for wait in (lambda: states.wait(UNITS[2]), states.settle):  # who waits may write to the file; a walk ends
+        states.read(UNITS[2])
+        states.write(UNITS[2])
+        with states.in_memory(UNITS[2]) as copies:
+            assert copies is not None
+        wait()
+        with states.in_memory(UNITS[2]) as copies:
+            assert copies is None
+    states.close()
 
 
 def test_one_run_at_a_time_uses_a_file(path):

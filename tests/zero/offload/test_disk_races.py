@@ -109,8 +109,22 @@ STREAMED = {  # at stage 3
 }
 
 
-def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, plant=None, without=(), num_ranks=2):
-    """Train some steps; return how often each function has waited for what was not over. ``without``: these do not."""
+def _train(
+    monkeypatch,
+    stage,
+    place,
+    num_micro=1,
+    around="",
+    bfloat16=True,
+    plant=None,
+    without=(),
+    num_ranks=2,
+    walk_is_over=True,
+):
+    """Train some steps; return how often each function has waited for what was not over. ``without``: these do not.
+
+    ``walk_is_over``: whether weights are gathered when all units have been updated; else slots still have some.
+    """
     host, sites = Host(monkeypatch), Counter()
     lanes = Lanes(host)
     join = lanes.join
@@ -137,7 +151,8 @@ def _train(monkeypatch, stage, place, num_micro=1, around="", bfloat16=True, pla
 
         def settled(states):
             writing = states._writing  # lanes run at once: while a gather waits for a unit, a walk may have more to do
-            settle(states)
+            if walk_is_over:
+                settle(states)
             states._writing = writing
 
         monkeypatch.setattr(disk.DiskStates, "settle", settled)
@@ -183,10 +198,13 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("walk_is_over", [True, False])
 @pytest.mark.pairwise
-def test_streamed_weights_wait_for_what_they_must(num_ranks, place, num_micro, around, monkeypatch, tmp_path):
+def test_streamed_weights_wait_for_what_they_must(
+    walk_is_over, num_ranks, place, num_micro, around, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    _train(monkeypatch, 3, place, num_micro, around, num_ranks=num_ranks)
+    _train(monkeypatch, 3, place, num_micro, around, num_ranks=num_ranks, walk_is_over=walk_is_over)
 
 
 # Functions that wait; those in a line are each other's second line, and a wait of `Landing.synchronize` is that of who
@@ -224,6 +242,22 @@ def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Hazard, match="does not wait for"):
         _train(monkeypatch, 3, place, without=GATHERS_WAIT[place], num_ranks=num_ranks)
+
+
+def test_a_gather_that_does_not_wait_for_the_update_of_what_is_in_a_slot_is_seen(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    reads, will_read = [], disk.DiskStates.will_read
+    monkeypatch.setattr(disk.DiskStates, "will_read", lambda file, unit: (reads.append(unit), will_read(file, unit)))
+
+    def train(**how):
+        reads.clear()
+        with monkeypatch.context() as patches:
+            _train(patches, 3, "weights on disk", **how)
+        return len(reads)
+
+    assert train(walk_is_over=False) < train()
+    with pytest.raises(Hazard, match="does not wait for"):
+        train(walk_is_over=False, without={"HostParams.master"})
 
 
 def test_these_are_all_the_waits(monkeypatch, tmp_path):

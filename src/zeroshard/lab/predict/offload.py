@@ -28,7 +28,7 @@ https://arxiv.org/abs/2101.06840, table 4), and the bus is PCIe of its generatio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeroshard.lab.predict.actions import Settings
@@ -112,19 +112,39 @@ def exposed_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> float:
 
     ``same_cores``: the forward and the updates take turns on the same cores, as on a CPU.
     """
+    exposed = worked = 0.0
+    for unit, up, worked in _updated(units):
+        exposed = max(exposed, up - unit.before_s - (worked if same_cores else 0.0))
+    return exposed + (worked if same_cores else 0.0)
+
+
+def read_again_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> float:
+    """Seconds in which gathers of the forward read weights from the file, because no slot of the update has them now.
+
+    A slot is kept about as long as the next unit takes; ``same_cores``: as of `exposed_s`.
+    """
+    exposed = seconds = 0.0
+    for unit, up, worked in _updated(units):
+        before = unit.before_s + (worked if same_cores else 0.0)
+        exposed = max(exposed, up - before)
+        seconds += unit.gather_s if before + exposed > up + unit.disk_s else 0.0
+    return seconds
+
+
+def _updated(units: Sequence[UnitTimes]) -> Iterator[tuple[UnitTimes, float, float]]:
+    """Each unit, the second after the end of backward in which its new weights are there, and what updates took."""
     down = written = -max((unit.left_s for unit in units), default=0.0)
     for unit in reversed(units):
         down = max(down, -unit.left_s) + unit.down_s
         written = max(written, down) + unit.grads_s
-    disk = update = up = max(down, written, 0.0)  # seconds since the end of backward
-    exposed = worked = 0.0
+    disk = update = up = max(down, written, 0.0)
+    worked = 0.0
     for unit in units:
         update = max(update, disk + unit.disk_s / 2) + unit.update_s
         disk += unit.disk_s
         up = max(up, update) + unit.up_s
         worked += unit.update_s + unit.up_s
-        exposed = max(exposed, up - unit.before_s - (worked if same_cores else 0.0))
-    return exposed + (worked if same_cores else 0.0)
+        yield unit, up, worked
 
 
 def why_all(offload: Offload, rates: HostRates, device_type: str) -> str:
@@ -238,14 +258,16 @@ def waiting_s(
 
     Weights that are streamed, frozen ones in ``frozen_s``, cross the bus once more for each forward and each backward
     of the step, which hides as much of that as it lasts. Weights that gathers read from the file are read by the thread
-    that computes: for the forward and the backward of each of ``num_micro`` micro-batches.
+    that computes: for the forward and the backward of each of ``num_micro`` micro-batches, but for the first forward
+    only where it comes after the updates: `read_again_s`.
     """
     away = buffers_away(buffers, offload)
     units = {buffer.unit for buffer in buffers if buffer.name in away}
     here = [unit for name, unit in times.items() if name in units]
-    seconds = exposed_s(here, same_cores=device.device_type == "cpu")
+    same_cores = device.device_type == "cpu"
+    seconds = exposed_s(here, same_cores=same_cores)
     if offload.weights == "disk":
-        seconds += 2 * num_micro * sum(unit.gather_s for unit in here)
+        seconds += (2 * num_micro - 1) * sum(unit.gather_s for unit in here) + read_again_s(here, same_cores=same_cores)
     streamed_s = frozen_s + (sum(unit.up_s for unit in here) if offload.weights == "host" else 0.0)
     if streamed_s:
         passes = unit_seconds(trace, device)

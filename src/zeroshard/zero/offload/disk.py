@@ -16,8 +16,9 @@ would push out what is used more often, or count against the memory of a contain
     Everybody else sees the tensors that `DiskStates.add` returns: views of a shared mapping of the file, from which the
     kernel reads the pages that are asked for. Mapping and O_DIRECT are coherent on Linux: a direct write drops the
     pages that are mapped, a direct read first writes back those that were changed. Slots are copies, so they are given
-    up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`). Pages that were
-    touched between two walks are dropped when the next one begins.
+    up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`). Until then, who
+    only reads what was written may have the slot (`in_memory`): the disk has enough to do. Pages that were touched
+    between two walks are dropped when the next one begins.
 
 The file is scratch space of one run. What outlives a run is its checkpoints: a process that is killed between two units
 leaves a file with states of two steps, which nobody has locked. The next run in the folder removes such files, of
@@ -32,11 +33,12 @@ import gc
 import itertools
 import mmap
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,7 +202,8 @@ class DiskStates:
         self._units: weakref.WeakKeyDictionary[Any, list[_Extent]] = weakref.WeakKeyDictionary()
         self._next: dict[Hashable, Hashable] = {}  # the unit that is read after each
         self._slots: list[_Slot] = []  # the one used longest ago first
-        self._writing: dict[Hashable, list[Future[None]]] = {}
+        self._writing: dict[Hashable, list[Future[None]]] = {}  # of slots that have what the file will have
+        self._keeps_slots = threading.Lock()  # held by who reads in a slot, or gives one to another unit
         self._arriving: weakref.WeakKeyDictionary[Any, list[Future[None]]] = weakref.WeakKeyDictionary()  # inputs
         self._free: list[tuple[int, int]] = []  # `(start, bytes)` of extents that nothing shows any more
         self.num_bytes = self.bytes_read = self.bytes_written = 0
@@ -349,6 +352,17 @@ class DiskStates:
         """
         for piece in self._writing.get(unit, ()):
             piece.result()
+        self._writing.pop(unit, None)  # who writes to the file from now on does not write to the slot
+
+    @contextmanager
+    def in_memory(self, unit: Hashable) -> Generator[Iterator[Tensor] | None]:
+        """A unit's tensors, to be read, if `write` was the last to write them, and a slot still has them; else None.
+
+        Any thread may call it. The slot is kept while it has them.
+        """
+        with self._keeps_slots:
+            slot = next((slot for slot in self._slots if slot.unit is unit), None) if unit in self._writing else None
+            yield None if slot is None else self._views(slot)
 
     def settle(self) -> None:
         """Wait for all writes, and give up the copies in the slots.
@@ -361,12 +375,11 @@ class DiskStates:
         # The next walk's slots are made now, so that accounts are the same at any time of it.
         largest, num_slots = max(map(self._bytes_of, self._units), default=0), min(NUM_SLOTS, len(self._units))
         self._slots = [*self._slots, *(_Slot(_pages(largest)) for _ in range(num_slots - len(self._slots)))]
+        self._writing = {}
         for slot in self._slots:
-            wait(slot.reading)
-            slot.reading, slot.unit = [], None
+            self._vacate(slot)
             if len(slot.memory) < largest:
                 slot.memory = _pages(largest)
-        self._writing = {}
 
     def close(self) -> None:
         """Wait for reads and writes, then remove the file unless it is kept, and unlock it. May be called twice."""
@@ -401,7 +414,11 @@ class DiskStates:
         slot = self._slot_of(unit)
         if slot is not None:
             self._finish_writing(slot)
-            wait(slot.reading)
+            self._vacate(slot)
+
+    def _vacate(self, slot: _Slot) -> None:
+        wait(slot.reading)
+        with self._keeps_slots:
             slot.reading, slot.unit = [], None
 
     def _slot_of(self, unit: Hashable) -> _Slot | None:
@@ -422,8 +439,7 @@ class DiskStates:
         else:
             slot = self._slots[0]
             self._finish_writing(slot)  # raises before the slot is taken: what the file lacks stays there
-            wait(slot.reading)  # a unit that was read ahead, and then another one was asked for
-            slot.reading.clear()
+            self._vacate(slot)  # a unit may have been read ahead, and then another one was asked for
         if len(slot.memory) < (needed := max(map(self._bytes_of, self._units))):
             slot.memory = _pages(needed)
         slot.unit = unit

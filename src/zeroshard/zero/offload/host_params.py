@@ -5,8 +5,8 @@ Frozen weights have no master. Where weights are streamed, `FrozenOnHost` has th
 master    fp32, on the host; the update changes it there
   | cast on the host, one copy up after each step, by the thread that updates
 shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on the host and copied for each gather,
-          or (``weights="disk"``) nowhere: each gather casts the master, which is in a file; of other stages, this
-          rank's slice of the unsharded weights itself
+          or (``weights="disk"``) nowhere: each gather casts the master, which is in a file, or still in the slot in
+          which it was updated; of other stages, this rank's slice of the unsharded weights itself
   | all-gather
 full      unsharded weights, on the device
 
@@ -18,7 +18,8 @@ full      unsharded weights, on the device
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,13 +57,14 @@ class HostParams(FlatParams):
         self._check: tuple[Tensor, Mark] | None = (
             None  # whether it was written into, 0-dim on the host; behind its copy
         )
+        self._is_gathering = False
         super().__init__(*args, **kwargs)
         if not self.shard_optim:  # updates on the host have the bits of a sharded optimizer's there
             self.pieces = self.layout.updated_by_all(HOST)
         self._aliased, self._always_compared = False, False
         there, device = self._master, self.full.device
         if self._stored is not None:
-            self._master = self._stored.take_master(there)
+            self._master = self.transport.take_stored(self._stored, there)
         else:
             slab = Slab(room(there.nbytes), device=device, pinned=False)
             self._master = slab.take(there.numel(), there.dtype).copy_(there)
@@ -74,7 +76,7 @@ class HostParams(FlatParams):
     def master(self) -> Tensor:  # an attribute of `Weights`, which waits here
         """The master, once no update of it is under way, and none is on its way to a file."""
         self.update.wait()
-        if self._stored is not None:
+        if self._stored is not None and not (self._is_gathering and self._check is None):
             self._stored.wait()
         self.take_checked()
         return self._master
@@ -94,15 +96,11 @@ class HostParams(FlatParams):
         self.transport.take_update(full, master, self._streams, self._written_at)
 
     def _gather(self) -> None:
-        if self._stored is None:
+        self._is_gathering = True  # the transport reads the master, from where it is
+        try:
             super()._gather()
-            return
-        if self.transport.reads_master:
-            self.update.wait()
-            self._stored.wait()
-            self._stored.will_read_master()
-        super()._gather()
-        self._stored.read_through()
+        finally:
+            self._is_gathering = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and remember what the weights then are."""
@@ -220,7 +218,6 @@ class HostTransport(WeightTransport):
 
     Attributes:
         streams: whether each gather brings the shard from the host or the file.
-        reads_master: whether it reads the master, because no shard in the compute dtype stays.
     """
 
     def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
@@ -232,10 +229,10 @@ class HostTransport(WeightTransport):
         self._sent_at: Mark = None  # behind the last copy up of a shard that stays on the host
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._cast_at: Mark = None  # behind its copy to a GPU
+        self._stored: UnitOnDisk | None = None  # with a master in the file
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
         self.streams = facts.strategy.params is SHARD and place != "device"
         shards = self.streams or (facts.strategy.params is SHARD and inner.comm.world_size > 1)
-        self.reads_master = shards and place == "disk"
         if shards and inner.form is None and place in ("device", "host"):
             dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
             if place == "host":
@@ -250,14 +247,15 @@ class HostTransport(WeightTransport):
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""
         own, is_cast = full[self._own], self._take_cast(self._staging.streams)
         if self.form is not None:  # it is the wide values that are encoded
-            self.inner.prepare(full, master.to(full.device), changed=changed)
+            with self._readable(master) as values:
+                self.inner.prepare(full, values.to(full.device), changed=changed)
             return
         if self._shard is None:
             if changed and not is_cast:
-                self._staging.copy(own, master)
+                self._copy_up(own, master)
         elif self._is_outdated and not is_cast:
             self.wait_for_sent()
-            self._staging.copy(self._shard, master)
+            self._copy_up(self._shard, master)
         self._is_outdated = False
         if self._shard is not None and self.on_host:
             own.copy_(self._shard, non_blocking=True)
@@ -279,7 +277,7 @@ class HostTransport(WeightTransport):
             return None
         with streams.on("copy_in", *after):
             if not self._take_cast(streams):
-                self._staging.copy(full, master)
+                self._copy_up(full, master)
             return None if full.device == master.device else streams.issued(DONE)
 
     def invalidate(self) -> None:
@@ -311,6 +309,24 @@ class HostTransport(WeightTransport):
                 self._staging.copy(target, master)
                 self._cast_at = streams.mark()
         self._is_cast = True
+
+    def take_stored(self, stored: UnitOnDisk, master: Tensor) -> Tensor:
+        """Keep the master in the file; return it there."""
+        self._stored = stored
+        return stored.take_master(master)
+
+    @contextmanager
+    def _readable(self, master: Tensor) -> Generator[Tensor]:
+        """The values of the master; of one in the file, those that its update has in memory, if they are there yet."""
+        if self._stored is None:
+            yield master
+        else:
+            with self._stored.reading_master(master) as values:
+                yield values
+
+    def _copy_up(self, target: Tensor, master: Tensor) -> None:
+        with self._readable(master) as values:
+            self._staging.copy(target, values)
 
     def stream(self, shard: Tensor) -> None:
         """Have each gather copy up ``shard``, the master itself, on the host and in the compute dtype."""

@@ -13,7 +13,8 @@ the update has. It stays to be applied to the file, if anybody asks for the grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,16 +91,27 @@ class UnitOnDisk:
         assert self._slots is not None
         return self._slots.send(self, values)
 
-    def will_read_master(self) -> None:
-        """Begin to read the master, which is about to be read through its view of the file."""
+    @contextmanager
+    def reading_master(self, shown: Tensor) -> Generator[Tensor]:
+        """The master, which `take_master` has returned as ``shown``, to be read: in a slot, if it is there yet.
+
+        Else once it is in the file. Only a thread for which the update is over may ask.
+        """
+        with self.file.in_memory(self) as copies:
+            if copies is not None:
+                yield next(copies)
+                return
+        self.wait()
         self.file.will_read(self)
+        yield shown
+        self.read_through()
 
     def read_through(self) -> None:
         """Let go of the memory of what was read or written through views of the file."""
         self.file.forget_pages(self)
 
     def wait(self) -> None:
-        """Wait until views of the file show what the last update has written."""
+        """Wait until views of the file show what the last update has written: the caller may write there."""
         self.file.wait(self)
 
     def keep(self, optimizer: Any, pieces: Iterable[Tensor]) -> None:
