@@ -55,8 +55,7 @@ class Slab:
             pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise _too_large(num_bytes, error.strerror or str(error)) from None
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _advise(pages)
+        prefer_huge_pages(pages)
         self._bytes: Tensor | None = torch.frombuffer(pages, dtype=torch.uint8)
         address = self._bytes.data_ptr()
         with host_memory.on_node(host_memory.node_of(device)):
@@ -94,9 +93,15 @@ def _too_large(num_bytes: int, why: str) -> UserError:
     return UserError("offload", f"a rank needs {_gib(num_bytes)} of host memory: {why}", todo)
 
 
-def _advise(pages: mmap.mmap) -> None:
+def prefer_huge_pages(pages: mmap.mmap) -> None:
+    """Advise the kernel to back anonymous pages by huge ones: fewer page faults, and fewer entries of the TLB.
+
+    A disk that is read past the page cache has less to do as well: a request has a part for each page, and few parts.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
     try:
-        pages.madvise(mmap.MADV_HUGEPAGE)  # advice: fewer page faults, and fewer entries of the TLB
+        pages.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without huge pages
         return
 
