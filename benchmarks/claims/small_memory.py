@@ -1,7 +1,6 @@
 """A model whose training states are four times the memory that its ranks may have: it trains with --offload disk-all.
 
-    zeroshard bench device --nproc 2 --comms shm --disk FOLDER --out device.json
-    python benchmarks/claims/small_memory.py --device device.json --folder FOLDER [--resume]
+    python benchmarks/claims/small_memory.py --folder FOLDER [--resume]
 
 The bound is ``RLIMIT_DATA`` (``ulimit -d``): the kernel refuses private memory of a process beyond it, without root and
 without a control group. Torch's code and Python's own objects need memory that no model decides. So a first run, of the
@@ -14,7 +13,9 @@ milliseconds: pages of its own, and its part of the pages that ranks share, wher
 1/k in each (``Pss_Shmem``). The plan counts the buffers that shared-memory collectives read in place in its peak, and
 the communicator's slots beside it. Bytes of the disk are the kernel's count for each process. All of it, and seconds of
 a step, stand beside the run's plan. malloc gives freed blocks back at once (``MALLOC_MMAP_THRESHOLD_``), so that what
-is resident is what is alive.
+is resident is what is alive. That, and being looked at, make a step twice as long; so seconds of a step are those of a
+run of its own, which nobody looks at, with malloc as ever and without the bound, which only refuses. The machine, for
+whose rates the runs are planned, is measured first, unless ``--device`` gives it.
 
 With ``--resume`` each run that trains is started once more, gets SIGTERM after half of its steps, upon which it saves a
 checkpoint, and is resumed from that, all under the same bound: the losses must be those of the run without a break.
@@ -75,12 +76,14 @@ class Process:
         return max(n for at, n in found if at <= end) - (before[-1] if before else 0)
 
 
-def watch(process: subprocess.Popen[str], out: Path, stop_after: int = 0) -> dict[int, Process]:
-    """What ``process`` and its descendants have had until it ended, by process id.
+def watch(process: subprocess.Popen[str], out: Path, stop_after: int = 0, *, looks: bool = True) -> dict[int, Process]:
+    """What ``process`` and its descendants have had until it ended, by process id; nothing, if nobody ``looks``.
 
     ``stop_after``: steps in the run folder ``out`` upon which it is sent SIGTERM; 0: it is not.
     """
     seen: dict[int, Process] = {}
+    if not looks:
+        process.wait()
     while process.poll() is None:
         for pid in _family(process.pid):
             _look(pid, seen.setdefault(pid, Process()))
@@ -168,10 +171,12 @@ def train(
     *,
     stop_after: int = 0,
     resumes: bool = False,
+    looks: bool = True,
 ) -> Run:
     """Train in child processes whose private memory is at most ``bound`` bytes each; None: as much as they want.
 
-    ``stop_after``: as of `watch`; ``resumes``: whether it continues the run in ``out`` from its checkpoint.
+    ``stop_after``, ``looks``: as of `watch`; malloc is as ever if nobody looks. ``resumes``: whether it continues the
+    run in ``out`` from its checkpoint.
     """
     model = {"n-layer": given.layers, "n-embd": width, "n-head": width // 64, "n-kv-head": width // 64}
     words = [str(Path(sys.executable).with_name("zeroshard")), "train", "--data", "synthetic", "--model", "llama-tiny"]
@@ -192,10 +197,9 @@ def train(
 
     log = out.with_suffix(".log")
     with log.open("w") as file:
-        process = subprocess.Popen(
-            words, stdout=file, stderr=subprocess.STDOUT, text=True, env=os.environ | MALLOC, preexec_fn=limit
-        )
-        seen = watch(process, out, stop_after)
+        env = os.environ | (MALLOC if looks else {})
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, text=True, env=env, preexec_fn=limit)
+        seen = watch(process, out, stop_after, looks=looks)
     lines = log.read_text().splitlines()
     last = next((line for line in reversed(lines) if "rror" in line or "memory" in line), lines[-1] if lines else "")
     summary, times, ends, steps = {}, [0.0], [0.0], _steps(out)
@@ -211,7 +215,7 @@ def train(
 def main() -> None:
     """Run all of it, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="", help="a file of `zeroshard bench device --disk FOLDER`")
+    parser.add_argument("--device", default="", help="a file of `zeroshard bench device`; not given: it is measured")
     parser.add_argument("--folder", default="", help="where the ranks' files lie while this runs")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=448)
@@ -226,9 +230,21 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="small-memory-", dir=given.folder or None))
     try:
+        given.device = given.device or device_of(given, folder)
         print(json.dumps(measured(given, folder), indent=2) if given.json else shown(measured(given, folder)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def device_of(given: argparse.Namespace, folder: Path) -> str:
+    """Measure this machine; return the path of the file."""
+    out = folder / "device.json"
+    words = [str(Path(sys.executable).with_name("zeroshard")), "bench", "device", "--nproc", str(given.nproc)]
+    words += ["--comms", "shm", "--disk", str(folder / "disk"), "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return str(out)
 
 
 def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -246,13 +262,14 @@ def measured(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found[offload] = {"status": run.status, "last": run.last}
         if run.status == 0:
             plan = run.summary["plan"]
+            timed = train(given, folder / f"{offload}-timed", given.width, offload, None, looks=False)
             found[offload] |= {
                 "planned_bytes": run.planned("peak_bytes") + run.planned("comm_bytes"),
                 "resident_bytes": run.most("resident") - without,
                 "shared_bytes": run.most("shared"),
                 "data_bytes": run.most("data") - own,
                 "planned_step_s": run.planned("step_s"),
-                "step_s": run.step_s,
+                "step_s": timed.step_s,
                 **_bytes_of_disk(plan, offload),
                 "written_bytes": run.moved("written"),
                 "read_bytes": run.moved("read"),
@@ -276,7 +293,10 @@ def resumed(given: argparse.Namespace, out: Path, offload: str, bound: int, whol
 
 
 def _bytes_of_disk(plan: dict[str, Any], offload: str) -> dict[str, int]:
-    """What a step writes and reads by the plan: all of the file once, and masters again for each of two gathers."""
+    """What a step writes and reads by the plan: all of the file once, and masters again for each of two gathers.
+
+    A forward that waits for the disk finds them in the slots of the update, and reads less.
+    """
     sizes = {name: each["predicted"] for name, each in plan["memory_bytes"].items() if name.startswith("disk_")}
     again = 2 * sizes["disk_master"] if offload == "disk-all" else 0
     return {"planned_written_bytes": sum(sizes.values()), "planned_read_bytes": sum(sizes.values()) + again}

@@ -3,9 +3,10 @@
     disk walk     each unit read, and written back while the next ones are read, as the host's updates do; bytes of the
                   file, each of which is read and written
     disk write    gradients, as backward leaves them
-    disk gather   master weights, as a gather of weights that are in the file reads them
+    disk gather   master weights, as gathers of backward read them in the file, beside those gradients
 
-Past the page cache where the file system allows it (``O_DIRECT``), except for the last.
+Past the page cache where the file system allows it (``O_DIRECT``), except for what gathers read. The file is larger
+than what a disk, or the host of a virtual one, has in a cache of its own.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.zero.offload.disk import DiskStates, file_of_rank
+from zeroshard.zero.offload.disk import file_of_rank
 from zeroshard.zero.offload.grad_slots import GradSlots
-from zeroshard.zero.offload.staging import Staging
+from zeroshard.zero.offload.staging import Landing, Staging
 
-UNIT_BYTES, NUM_UNITS = 16 << 20, 8
+UNIT_BYTES, NUM_UNITS = 16 << 20, 24
 
 
 class _Unit:
@@ -46,25 +47,24 @@ def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[
         file.settle()
 
     yield "disk walk", (num_bytes, walk)
+    inputs, slots = [_Unit() for _ in range(NUM_UNITS)], GradSlots(file, Staging(None))
+    for unit in inputs:
+        file.add_input(unit, len(values), values.dtype)
     narrow = torch.empty(len(values), dtype=torch.bfloat16)
 
     def gather() -> None:
-        for unit, view in zip(units, views, strict=True):
+        landings = []
+        for unit, view, grads in zip(units, views, inputs, strict=True):
             file.will_read(unit)
             narrow.copy_(view)
             file.forget_pages(unit)
+            landings.append(slots.send(grads, values))
+        _finish(landings)
 
     yield "disk gather", (num_bytes, gather)
-    yield "disk write", (num_bytes, _writes(file, values))
+    yield "disk write", (num_bytes, lambda: _finish([slots.send(unit, values) for unit in inputs]))
 
 
-def _writes(file: DiskStates, values: torch.Tensor) -> Callable[[], object]:
-    units, slots = [_Unit() for _ in range(NUM_UNITS)], GradSlots(file, Staging(None))
-    for unit in units:
-        file.add_input(unit, len(values), values.dtype)
-
-    def write() -> None:
-        for landing in [slots.send(unit, values) for unit in units]:
-            landing.synchronize()
-
-    return write
+def _finish(landings: list[Landing]) -> None:
+    for landing in landings:
+        landing.synchronize()
