@@ -27,6 +27,28 @@ def rare_collections() -> Generator[None]:
 
 
 def default_collections() -> None:
-    """Restore Python's default frequency, but ignore the objects that live already, until ``gc.unfreeze()``."""
-    gc.freeze()
+    """Restore Python's default frequency, and `freeze`."""
+    freeze()
     gc.set_threshold(*DEFAULT_THRESHOLDS)
+
+
+def freeze() -> None:
+    """Have the collector ignore the objects that live already, until `unfreeze`.
+
+    Where a caller has frozen objects, he decides: nothing happens, for ours would stay with his.
+    """
+    global _froze
+    _froze = _froze or not gc.get_freeze_count()
+    if _froze:
+        gc.freeze()
+
+
+def unfreeze() -> None:
+    """End `freeze`; what a caller has frozen stays so."""
+    global _froze
+    if _froze:
+        gc.unfreeze()
+    _froze = False
+
+
+_froze = False  # whether it is ours what is frozen

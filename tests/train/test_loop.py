@@ -1,13 +1,15 @@
+import gc
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tiny_runs import events_of, summary_of, train_on
-from zeroshard import checkpoint, cli
+from zeroshard import checkpoint, cli, gc_frequency
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.train import start
@@ -210,6 +212,21 @@ def test_a_skipped_step_uses_up_data_and_no_learning_rate(built_run):
     assert [event["lr"] for event in steps] == [run.learning_rate(taken) for taken in (0, 1, 1, 2)]
     assert steps[1]["lr"] < steps[3]["lr"]
     assert [event["tokens"] for event in steps] == [32, 64, 96, 128]
+
+
+@pytest.mark.parametrize("by_caller", [0, 7], ids=["none", "some"])
+def test_a_run_freezes_nothing_where_its_caller_has_frozen_objects(by_caller, built_run, monkeypatch):
+    """As a worker of pytest: the collector would go over a million objects again, or never find cycles of a run."""
+    counts, calls = [by_caller], []
+    collector = SimpleNamespace(
+        get_freeze_count=lambda: counts[-1],
+        freeze=lambda: (calls.append("freeze"), counts.append(9)),
+        unfreeze=lambda: (calls.append("unfreeze"), counts.append(0)),
+        set_threshold=gc.set_threshold,
+    )
+    monkeypatch.setattr(gc_frequency, "gc", collector)
+    assert train(built_run(max_steps=2)) is ExitStatus.OK
+    assert calls == ([] if by_caller else ["freeze", "unfreeze"])
 
 
 def test_an_interrupt_leaves_a_log_of_whole_lines(tiny_config, monkeypatch):

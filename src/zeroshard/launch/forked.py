@@ -17,7 +17,6 @@ runs ``python -m zeroshard`` and ends without returning into the launcher's code
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
 import signal
@@ -30,6 +29,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
+
+from zeroshard import gc_frequency
 
 FIRST_FD = 3  # after the standard streams
 POLL_S = 0.01
@@ -101,7 +102,7 @@ def import_all(modules: Sequence[str]) -> None:
     """
     for name in modules:
         import_module(name)
-    gc.freeze()
+    gc_frequency.freeze()
 
 
 def fork_command(words: Sequence[str], env: Mapping[str, str]) -> StartedRank:

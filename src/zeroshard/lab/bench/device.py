@@ -38,7 +38,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from zeroshard import host_memory
+from zeroshard import gc_frequency, host_memory
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
@@ -157,10 +157,10 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
                     amounts[f"{name} {op} {size} beside"] = num_bytes
                     calls[f"{name} {op} {size} beside"] = _slowing(comm, op, num_bytes, device)
     gc.collect()
-    gc.freeze()  # as the trainer does: the collector ignores the objects that live already
+    gc_frequency.freeze()  # as the trainer does: the collector ignores the objects that live already
     seconds = interleaved(calls, num_rounds, order)
     seconds |= interleaved(calls_of_disk, num_rounds, order)  # without pauses, after which many a disk is faster
-    gc.unfreeze()
+    gc_frequency.unfreeze()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     for comm in made.values():
         close(comm)

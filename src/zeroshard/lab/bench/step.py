@@ -8,7 +8,6 @@ bound for DDP. The report has wall time, and CPU time of the process including i
 
 from __future__ import annotations
 
-import gc
 import random
 import re
 import statistics
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard import gc_frequency
 from zeroshard.comm import Communicator
 from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.errors import UserError
@@ -185,8 +185,8 @@ def measure(
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             seen[name] = (wall, cpu)
         rounds.append(seen)
-        gc.freeze()  # as the trainer does: the collector ignores the objects that live already
-    gc.unfreeze()
+        gc_frequency.freeze()  # as the trainer does: the collector ignores the objects that live already
+    gc_frequency.unfreeze()
     del contestants
     for comm in comms.values():
         close(comm)

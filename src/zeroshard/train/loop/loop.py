@@ -10,7 +10,6 @@ that was never interrupted.
 
 from __future__ import annotations
 
-import gc
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -60,7 +59,7 @@ def train(
         return ExitStatus.NOT_FINITE
     finally:
         saving.close()
-        gc.unfreeze()
+        gc_frequency.unfreeze()
 
 
 def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
