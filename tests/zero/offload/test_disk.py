@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -291,6 +293,22 @@ def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(pa
         wait()
         with states.in_memory(UNITS[2]) as copies:
             assert copies is None
+    states.close()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to advise")
+def test_slots_lie_in_huge_pages_where_the_kernel_has_them(path):
+    """A disk reads three times as fast into them, as a request has a part for each page."""
+    states = DiskStates(path)
+    _views = filled(states, 2)
+    address = states.read(UNITS[0])[0].data_ptr()
+    states.settle()
+    flags, here = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        here = int(span[1], 16) <= address < int(span[2], 16) if span else here
+        flags = line if here and line.startswith("VmFlags:") else flags
+    assert "hg" in flags.split()
     states.close()
 
 
