@@ -270,7 +270,7 @@ def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(pa
     def read():
         with states.in_memory(UNITS[0]) as copies:
             entered.set()
-            left.wait(60)
+            left.wait(5)
             assert not taken.is_set()
             return [copy.clone() for copy in copies]
 
