@@ -34,6 +34,17 @@ def available_bytes() -> int | None:
     return max(min(known), 0) if known else None
 
 
+def keeps_files_of(folder: Path) -> bool:
+    """Whether the folder's file system keeps its files in memory, as far as the kernel says it."""
+    device = os.stat(folder).st_dev
+    try:
+        lines = (PROC / "self" / "mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return any(f" {number} " in line and " - tmpfs " in line for line in lines)
+
+
 def total_bytes() -> int | None:
     """Bytes of memory that all processes here may have together: the machine's, or a control group's if it has less."""
     known = [limit for limit, _ in _limits()]

@@ -15,6 +15,7 @@ import ctypes
 import mmap
 import resource
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -52,10 +53,9 @@ class Slab:
         self.is_pinned = pinned and device.type == "cuda" and num_bytes > 0
         _require(num_bytes)
         try:
-            pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = anonymous_pages(max(num_bytes, 1))
         except OSError as error:
             raise _too_large(num_bytes, error.strerror or str(error)) from None
-        prefer_huge_pages(pages)
         self._bytes: Tensor | None = torch.frombuffer(pages, dtype=torch.uint8)
         address = self._bytes.data_ptr()
         with host_memory.on_node(host_memory.node_of(device)):
@@ -93,17 +93,19 @@ def _too_large(num_bytes: int, why: str) -> UserError:
     return UserError("offload", f"a rank needs {_gib(num_bytes)} of host memory: {why}", todo)
 
 
-def prefer_huge_pages(pages: mmap.mmap) -> None:
-    """Advise the kernel to back anonymous pages by huge ones: fewer page faults, and fewer entries of the TLB.
+def anonymous_pages(num_bytes: int) -> mmap.mmap:
+    """Map pages of the host, huge ones where the kernel has them: fewer page faults, and fewer entries of the TLB.
 
     A disk that is read past the page cache has less to do as well: a request has a part for each page, and few parts.
+
+    Raises:
+        OSError: the process may not have as many.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    try:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without huge pages
-        return
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _lock(address: int, num_bytes: int, device: torch.device) -> None:

@@ -16,9 +16,8 @@ would push out what is used more often, or count against the memory of a contain
     Everybody else sees the tensors that `DiskStates.add` returns: views of a shared mapping of the file, from which the
     kernel reads the pages that are asked for. Mapping and O_DIRECT are coherent on Linux: a direct write drops the
     pages that are mapped, a direct read first writes back those that were changed. Slots are copies, so they are given
-    up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`). Until then, who
-    only reads what was written may have the slot (`in_memory`): the disk has enough to do. Pages that were touched
-    between two walks are dropped when the next one begins.
+    up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`); until then the
+    slot may be read (`in_memory`). Pages that were touched between two walks are dropped when the next one begins.
 
 The file is scratch space of one run. What outlives a run is its checkpoints: a process that is killed between two units
 leaves a file with states of two steps, which nobody has locked. The next run in the folder removes such files, of
@@ -46,9 +45,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard import host_memory
 from zeroshard.errors import UserError, warn
 from zeroshard.regular_files import open_regular
-from zeroshard.slab import prefer_huge_pages, room
+from zeroshard.slab import anonymous_pages, room
 
 # what O_DIRECT wants of offsets, lengths and addresses on file systems of today, and a mapping of its offset
 BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
@@ -135,22 +135,11 @@ def file_of_rank(folder: Path, rank: int) -> DiskStates:
     except OSError as error:
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
-    if _is_memory(folder):
+    if host_memory.keeps_files_of(folder):
         warn(
             f"offload.path: {folder} is in memory (tmpfs), so state there takes as much of it as without --offload disk"
         )
     return file
-
-
-def _is_memory(folder: Path) -> bool:
-    """Whether the folder's file system keeps its files in memory, as far as the kernel says it."""
-    device = os.stat(folder).st_dev
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return any(f" {number} " in line and " - tmpfs " in line for line in lines)
 
 
 class _Extent(NamedTuple):
@@ -356,10 +345,7 @@ class DiskStates:
 
     @contextmanager
     def in_memory(self, unit: Hashable) -> Generator[Iterator[Tensor] | None]:
-        """A unit's tensors, to be read, if `write` was the last to write them, and a slot still has them; else None.
-
-        Any thread may call it. The slot is kept while it has them.
-        """
+        """A unit's tensors, if `write` wrote them last and a slot has them yet, which it keeps meanwhile; or None."""
         with self._keeps_slots:
             slot = next((slot for slot in self._slots if slot.unit is unit), None) if unit in self._writing else None
             yield None if slot is None else self._views(slot)
@@ -499,12 +485,10 @@ def _tensors(memory: mmap.mmap, spec: Spec, at: int) -> Iterator[Tensor]:
 
 def _pages(num_bytes: int) -> mmap.mmap:
     try:
-        pages = mmap.mmap(-1, max(num_bytes, BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return anonymous_pages(max(num_bytes, BLOCK_BYTES))  # huge ones: for a disk three times as fast, measured
     except OSError as error:  # of memory: no path has failed
         what = f"{error.strerror}: {num_bytes:,} bytes for state on its way to or from its file"
         raise MemoryError(what) from None
-    prefer_huge_pages(pages)  # for a disk: three times as fast, measured
-    return pages
 
 
 def _open(path: Path) -> tuple[int, bool]:
