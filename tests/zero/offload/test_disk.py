@@ -298,7 +298,7 @@ def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(pa
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages to advise")
 def test_slots_lie_in_huge_pages_where_the_kernel_has_them(path):
-    """A disk reads three times as fast into them, as a request has a part for each page."""
+    """A disk walks 2.5 times as fast in them, as a request has a part for each page."""
     states = DiskStates(path)
     _views = filled(states, 2)
     address = states.read(UNITS[0])[0].data_ptr()
