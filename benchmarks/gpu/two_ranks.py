@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
-from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 
 MAX_NORM = 0.1  # it clips
 
@@ -45,6 +45,13 @@ def _main(rank: int, folder: str) -> None:
         "stage 3": _digest(comm, 3, None, reproducible=2),
         "alone": _digest(LocalCommunicator(), 1, None, reproducible=2),
     }
+    # Between a GPU's update and a CPU's bits may differ; all of these update on the CPU.
+    for name, policy in (("fp32", None), ("bf16", rows.BF16)):
+        found[f"{name}, state off the device"] = {
+            f"{where}, stage {stage}": _digest(comm, stage, policy, offload=offload)
+            for where, offload in _places(folder).items()
+            for stage in ((3,) if offload.weights != "device" else STAGES)
+        }
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     gc.collect()
@@ -52,11 +59,28 @@ def _main(rank: int, folder: str) -> None:
     gc.collect()
 
 
+def _places(folder: str) -> dict[str, Offload]:
+    on_disk = {"optimizer": "disk", "master": "disk", "grads": "disk", "path": folder}
+    return {
+        "host": Offload(),
+        "host, weights too": Offload(weights="host"),
+        "host, few pinned": Offload(pinned="6MiB"),
+        "disk": Offload(**on_disk),
+        "disk, weights too": Offload(**on_disk, weights="disk"),
+    }
+
+
 def _by_stage(comm: Communicator, precision: MixedPrecision | None) -> dict[str, str]:
     return {f"stage {stage}": _digest(comm, stage, precision) for stage in STAGES}
 
 
-def _digest(comm: Communicator, stage: int, precision: MixedPrecision | None, reproducible: int | None = None) -> str:
+def _digest(
+    comm: Communicator,
+    stage: int,
+    precision: MixedPrecision | None,
+    reproducible: int | None = None,
+    offload: Offload | None = None,
+) -> str:
     model = rows.gpt2("gpt2-demo", kernels="reference")
     # "local" at each stage: micro-batches added after their reduction would round otherwise.
     accumulate = "local" if reproducible is None else None
@@ -68,6 +92,7 @@ def _digest(comm: Communicator, stage: int, precision: MixedPrecision | None, re
         precision=precision,
         accumulate=accumulate,
         reproducible=reproducible,
+        offload=offload,
     )
     optimizer = zero.optimizer(torch.optim.AdamW, **rows.ADAMW)
     for step in range(3):

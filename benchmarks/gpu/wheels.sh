@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects what a GPU machine without a network lacks, as wheels for its Python, into .wheels/ (4 MB, ignored by git):
-# pydantic, for calibrations; peft and what it imports, for adapters. tests/test_gpu_quarter.py rehearses with just these.
+# pydantic, for calibrations; peft and what it imports, for adapters; tomli-w, which a run of the trainer writes with. tests/test_gpu_quarter.py rehearses with just these.
 #   benchmarks/gpu/wheels.sh [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,5 +11,5 @@ mkdir -p "$folder"
 "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
     --implementation cp "${platforms[@]}" --platform manylinux2014_x86_64 --dest "$folder" \
     pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0 \
-    peft==0.21.2 accelerate==1.15.0 psutil==7.2.2
+    peft==0.21.2 accelerate==1.15.0 psutil==7.2.2 tomli-w==1.2.0
 ls "$folder"

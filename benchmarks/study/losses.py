@@ -3,12 +3,14 @@
     python benchmarks/study/losses.py remedies --text tinyshakespeare.txt --out runs/remedies --figure losses.png
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/states
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/base --base FOLDER --only 'tuned*'
+    python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/gpu --rows 16 --jobs 10
 
 *remedies*: what makes runs faster on slow links. *states*: optimizer states of fewer bytes, in training and in
 fine-tuning: of a model that was trained before on the interpreter's standard library, or of one in Hugging Face's
 format in a folder, SmolLM2-135M say.
 
-10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four to ten minutes a run on 2 cores. Runs
+10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four to ten minutes a run on 2 cores, and
+one on a GPU, where a run waits for Python and several run beside each other (``--jobs``). Runs
 stay in ``--out``: what is complete is not made again, and what was interrupted goes on from its last checkpoint, so the
 command may be given as often as one likes. A run's loss is the validation loss at its end, with local steps that of the
 weights which all replicas have in common. Replicas begin apart from step 0, or *together*: the first fifth of the steps
@@ -22,16 +24,21 @@ import fnmatch
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from zeroshard.columns import columns
 from zeroshard.lab.report import png
 from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
 
 MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384"]
+_one_at_a_time = threading.Lock()
 TOGETHER = 0.2  # of the steps, those before the first local one, where replicas begin together
 
 
@@ -44,7 +51,7 @@ class Choice:
         together: its first steps are those of the first row.
         tuned: it begins with the weights of a model that was trained on another text, and makes a quarter of the steps.
 
-    One rank trains under `wide_products`, which changes nothing in fp32.
+    One rank on a CPU trains under `wide_products`, which changes nothing in fp32.
     """
 
     num_ranks: int
@@ -115,10 +122,7 @@ def trained(
     if choice.tuned and base:
         on_text += ["--model", f"hf:{base}"]
     elif choice.tuned:
-        before = folder / "pretrained"
-        library = [*MODEL, "--data", "python-stdlib", "--data.dir", str(folder / "library")]
-        _train(library, before, Choice(1, ()), 0, steps, steps, rows)
-        on_text += ["--init-from", str(before)]
+        on_text += ["--init-from", str(pretrained(folder, steps, rows))]
     if choice.tuned:
         parts = [(choice, steps // 4)]
     if not (choice.tuned and base):
@@ -126,6 +130,15 @@ def trained(
     for each, last in parts:
         _train(on_text, out, each, seed, last, last if choice.tuned else steps, rows)
     return {"choice": name, "seed": seed, "val_loss": _evals(out)[-1][1], "curve": _evals(out)}
+
+
+def pretrained(folder: Path, steps: int, rows: int) -> Path:
+    """The run from which fine-tuning begins, which is made, or gone on with, if it is not complete yet."""
+    before = folder / "pretrained"
+    with _one_at_a_time:
+        library = [*MODEL, "--data", "python-stdlib", "--data.dir", str(folder / "library")]
+        _train(library, before, Choice(1, ()), 0, steps, steps, rows)
+    return before
 
 
 def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, steps: int, rows: int) -> None:
@@ -140,7 +153,8 @@ def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, ste
     words += ["--micro-batch-size", str(rows // choice.num_ranks), "--eval-interval", str(steps // 5)]
     words += ["--eval-rows", "128", "--checkpoint-interval", str(max(steps // 8, 1)), "--keep-checkpoints", "1"]
     words += ["--resume", "auto", "--comm", "shm", *choice.flags]
-    program = ["-m", "zeroshard"] if choice.num_ranks > 1 else [str(Path(__file__).with_name("wide_products.py"))]
+    as_ever = choice.num_ranks > 1 or torch.cuda.is_available()
+    program = ["-m", "zeroshard"] if as_ever else [str(Path(__file__).with_name("wide_products.py"))]
     done = subprocess.run([sys.executable, *program, "train", *words], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -195,6 +209,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=4, help="sequences of 64 bytes of a step, all ranks together")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--figure", type=Path, help="draw curves of validation losses here, a PNG")
     arguments = parser.parse_args()
     choices = STUDIES[arguments.study]
@@ -202,11 +217,17 @@ def main() -> None:
     if unknown := [name for name in asked if not fnmatch.filter(choices, name)]:
         parser.error(f"--only: {unknown[0]!r} is no row; rows: {', '.join(choices)}")
     names = [name for pattern in asked for name in fnmatch.filter(choices, pattern)]
+    how = (arguments.steps, arguments.rows, arguments.base)
+    wanted = [(name, seed) for seed in arguments.seeds for name in names]
     found = []
-    for seed in arguments.seeds:
-        for name in names:
-            how = (arguments.steps, arguments.rows, arguments.base)
-            found.append(trained(choices, arguments.text, arguments.out, name, seed, *how))
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        if arguments.jobs > 1:  # what others wait for comes first, what waits last
+            wanted.sort(key=lambda each: choices[each[0]].tuned)
+            if any(choices[name].tuned for name in names) and not arguments.base:
+                pool.submit(pretrained, arguments.out, *how[:2])
+        runs = [pool.submit(trained, choices, arguments.text, arguments.out, *each, *how) for each in wanted]
+        for (name, seed), run in zip(wanted, runs, strict=True):
+            found.append(run.result())
             (arguments.out / "losses.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
             print(f"seed {seed}  {name}  {found[-1]['val_loss']:.4f}", file=sys.stderr, flush=True)
     print(table(choices, found))
