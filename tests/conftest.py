@@ -1,6 +1,7 @@
 """What every test starts from: a process that no launcher has put in a world."""
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from zeroshard import gc_frequency
 from zeroshard.comm import ThreadCommunicator
 from zeroshard.process import num_cpus
 
+MANY_MODULES = 20
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
@@ -56,6 +58,17 @@ def pytest_collection():
         collected = yield
     gc_frequency.default_collections()
     return collected
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_not_collected():
+    """What a test has imported lives to the end too: a collection, which many tests ask for, costs a third of a second
+    with transformers' modules in it."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
