@@ -4,6 +4,7 @@ Each copy, a folder in FOLDER, gets a fork of this process, which has imported w
 package. Prints what the tests of a copy said where they failed, and exits with how many copies failed.
 """
 
+import gc
 import json
 import os
 import sys
@@ -45,6 +46,7 @@ def forked(copied: Path, tests: list[str]) -> int:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    gc.freeze()  # what was imported here is in every fork, whose collector need not look through it
     running = {name: forked(folder / name, tests) for name, tests in json.load(sys.stdin).items()}
     failed = [name for name, pid in running.items() if os.waitpid(pid, 0)[1] != 0]
     for name in failed:
