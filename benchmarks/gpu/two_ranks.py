@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,13 +61,13 @@ def _main(rank: int, folder: str) -> None:
 
 
 def _places(folder: str) -> dict[str, Offload]:
-    on_disk = {"optimizer": "disk", "master": "disk", "grads": "disk", "path": folder}
+    on_disk = Offload("disk", "disk", "disk", path=folder)
     return {
         "host": Offload(),
         "host, weights too": Offload(weights="host"),
         "host, few pinned": Offload(pinned="6MiB"),
-        "disk": Offload(**on_disk),
-        "disk, weights too": Offload(**on_disk, weights="disk"),
+        "disk": on_disk,
+        "disk, weights too": replace(on_disk, weights="disk"),
     }
 
 

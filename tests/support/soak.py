@@ -1,8 +1,9 @@
 """What `make test` runs of the tests, and what `make soak` does: ``--soak`` for all of it, ``--shuffle`` for its order.
 
 A test that is marked `pairwise` has every pair of values of its parameters beside each other in `make test`, and every
-combination with ``--soak``. One that is marked `soak` runs with ``--soak`` only. Hypothesis draws fewer examples
-without it, and the same ones each time.
+combination with ``--soak``; as ``pairwise("stage", "place")`` pairs of these alone, and each value of the others. One
+that is marked `soak` runs with ``--soak`` only. Hypothesis draws fewer examples without it, and the same ones each
+time.
 """
 
 import random
@@ -54,16 +55,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, list[Non
     found = yield
     named = any(f"::{metafunc.function.__name__}[" in word for word in metafunc.config.args)
     if not (metafunc.config.getoption("soak") or named):
-        metafunc._calls = thinned(metafunc._calls, metafunc.definition.get_closest_marker("pairwise") is not None)
+        metafunc._calls = thinned(metafunc._calls, metafunc.definition.get_closest_marker("pairwise"))
     return found
 
 
-def thinned(calls: list[Any], by_pairs: bool) -> list[Any]:
-    """Of the combinations of a test's parameters those without the mark `soak`, and of these a cover ``by_pairs``."""
+def thinned(calls: list[Any], pairs: pytest.Mark | None) -> list[Any]:
+    """Of the combinations of a test's parameters those without the mark `soak`, and of these a cover of ``pairs``."""
     quick = [call for call in calls if not any(mark.name == "soak" for mark in call.marks)]
-    if by_pairs:
+    if pairs is not None:
+        paired = [list(quick[0].params).index(name) for name in pairs.args] or None
         # A parameter's values need not be hashable; each is one object in all combinations that have it.
-        quick = [quick[place] for place in cover([tuple(map(id, call.params.values())) for call in quick])]
+        quick = [quick[place] for place in cover([tuple(map(id, call.params.values())) for call in quick], paired)]
     return quick or calls  # without any the test would run with no parameters
 
 

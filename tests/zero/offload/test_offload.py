@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nets import WIDTH, Net, muon_and_adamw, rows, set_values
+from soak import soaking
 from zero.offload.executors import EXECUTORS, AtOnce, Late
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
@@ -158,7 +159,7 @@ PLACES = {
 _plain = {}
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("around", "executor")
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("around", AROUND)
@@ -166,7 +167,7 @@ _plain = {}
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_bits_are_those_without_offloading(
     world_size, stage, optimizer, bfloat16, accumulation, around, place, executor, monkeypatch, tmp_path
 ):
@@ -276,6 +277,13 @@ MEETS = {
 }
 
 
+OF_RANKS = {
+    "shard_size",
+    "secondary_shard_size",
+    "reproducible",
+}  # settings that want several, or as many micro-batches
+
+
 def _meeting(comm, stage, what, offload):
     build, between, optimizers, settings = MEETS[what]
     net = build()
@@ -298,7 +306,7 @@ def _meeting(comm, stage, what, offload):
     return zero.state_dict(), states, averages
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("place", "executor", "stage")
 @pytest.mark.parametrize("place", ["host", "disk", "all on disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
@@ -316,9 +324,10 @@ def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, pl
         weights=rest if stage == 3 else "device",
         path=tmp_path if "disk" in place else None,
     )
-    expected = run_threads(lambda comm: _meeting(comm, stage, what, None), 4, timeout_s=120)
+    num_ranks = 4 if soaking() or OF_RANKS & set(settings) or "nodes" in what else 2
+    expected = run_threads(lambda comm: _meeting(comm, stage, what, None), num_ranks, timeout_s=120)
     monkeypatch.setattr(placement, "Executor", EXECUTORS[executor])
-    found = run_threads(lambda comm: _meeting(comm, stage, what, offload), 4, timeout_s=120)
+    found = run_threads(lambda comm: _meeting(comm, stage, what, offload), num_ranks, timeout_s=120)
     for mine, theirs in zip(found, expected, strict=True):
         assert same(mine, theirs)
 
@@ -411,6 +420,7 @@ def test_the_first_units_of_the_forward_stay(fraction, away):
     assert Offload("device", "device", "device", fraction=fraction).units_away([10, 10, 10, 10]) == 0
 
 
+@pytest.mark.pairwise("stage", "how")
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("how", [*EXECUTORS, "on disk", "compared at once"])

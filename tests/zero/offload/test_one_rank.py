@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard
 from fake_cuda import CUDA, Peers, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
 from nets import WIDTH, LiveWeights, Net, muon_and_adamw, rows, units_with_weights
+from soak import soaking
 from zero.offload.executors import EXECUTORS, Late
-from zero.offload.test_offload import MEETS, _AdaptedNet, _meeting, same
+from zero.offload.test_offload import MEETS, OF_RANKS, _AdaptedNet, _meeting, same
 from zero.offload.test_on_a_gpu import Pages
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
@@ -33,13 +34,16 @@ OPTIMIZERS = {
 }
 
 
-def _trained(offload, optimizer, around, dtype, num_steps=50):
+NUM_STEPS = 50 if soaking() else 5
+
+
+def _trained(offload, optimizer, around, dtype):
     """Losses, norms, weights and states of steps of which some are clipped, accumulated or skipped."""
     net = Net(4)
     zero = Zero(net, 3, units=list(net.blocks), precision=MixedPrecision(dtype), offload=offload)
     optims, found = OPTIMIZERS[optimizer](zero), []
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3, enabled=around == "skipped")
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         for micro in range(2 if around == "accumulated" else 1):
             with zero.micro_batch(last=micro == (around == "accumulated")):
                 loss = net(rows(micro, step)).float().square().mean()
@@ -61,13 +65,13 @@ def _trained(offload, optimizer, around, dtype, num_steps=50):
 _plain = {}
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("optimizer", "place")
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("around", ["clipped", "accumulated", "skipped"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_fifty_steps_have_the_bits_of_those_without_offloading(
+def test_steps_have_the_bits_of_those_without_offloading(
     optimizer, around, dtype, place, executor, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
@@ -78,11 +82,10 @@ def test_fifty_steps_have_the_bits_of_those_without_offloading(
     assert same(_trained(PLACES[place], *case), _plain[case])
 
 
-OF_RANKS = {"shard_size", "secondary_shard_size", "reproducible"}  # the last wants as many micro-batches
 ALONE = [what for what, (*_, settings) in MEETS.items() if not OF_RANKS & set(settings) and "nodes" not in what]
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("executor", "place")
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("what", ALONE)
@@ -140,7 +143,7 @@ def test_an_evaluation_of_frozen_weights_has_two_units_there():
     assert zero.memory_bytes()["params"] == 0
 
 
-NUM_LAYERS = 12
+NUM_LAYERS = 8
 
 
 class _Most(TorchDispatchMode):
@@ -213,6 +216,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["host", "disk"])
