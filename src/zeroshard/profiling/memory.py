@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ CATEGORIES = (*STATE, *IN_A_STEP, COMM_BUFFERS, OTHERS)
 
 Holdings = Callable[[], Iterable[tuple[str, str, Tensor]]]  # yields category, unit, tensor; as `Zero.holdings`
 Bytes = dict[str, int]  # by category
+_CONTAINERS = (list, tuple, dict)
 
 
 def in_order(num_bytes: Mapping[str, int]) -> Bytes:
@@ -89,7 +90,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._see(storage, OTHERS)
         # An engine resizes these storages (to 0 and back) outside of any operation.
         self._resized = [storage for category, storage in claimed.values() if category != "optimizer"]
-        self._sizes = [storage.nbytes() for storage in self._resized]
+        self._sizes = list(map(UntypedStorage.nbytes, self._resized))
 
     def follow(self, model: nn.Module, optimizer: Optimizer) -> Self:
         """Track the current phase by hooks on ``model`` and ``optimizer``, until `remove`."""
@@ -122,17 +123,21 @@ class AllocationRecorder(TorchDispatchMode):
             total[kind] += seen.num_bytes
         return Peak(num_bytes, in_order(total), phase, operation)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: otherwise torch imports its compiler (1 s) only to disable it in `__torch_dispatch__`."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and track its tensors."""
         kwargs = kwargs or {}
-        for storage in self._storages_in((args, kwargs)):
-            self._see(storage, OTHERS)  # if it is new to us, it existed before we began to record
+        self._track(args, OTHERS)  # what is new to us existed before we began to record
+        self._track(kwargs, OTHERS)
         result = func(*args, **kwargs)
-        for storage in self._storages_in(result):
-            self._see(storage, self._phase)
-        sizes = [storage.nbytes() for storage in self._resized]
+        self._track(result, self._phase)
+        sizes = list(map(UntypedStorage.nbytes, self._resized))
         if sizes != self._sizes:
             self._sizes = sizes
             for storage in self._resized:
@@ -141,14 +146,17 @@ class AllocationRecorder(TorchDispatchMode):
             self._highest, self._rising = self.live_bytes, str(func)
         return result
 
-    def _storages_in(self, value: Any) -> Iterator[UntypedStorage]:
-        """The storages in what an operation takes or returns: tensors, and containers of them."""
+    def _track(self, value: Any, phase: str) -> None:
+        """Track the storages in what an operation takes or returns: tensors, and containers of them."""
         if isinstance(value, Tensor):
             if not value.is_meta:
-                yield value.untyped_storage()
-        elif isinstance(value, list | tuple | dict):
+                storage = value.untyped_storage()
+                seen = self._seen.get(storage._cdata)
+                if seen is None or seen.num_bytes != storage.nbytes():  # of ten tensors nine are known
+                    self._see(storage, phase)
+        elif isinstance(value, _CONTAINERS):
             for each in value.values() if isinstance(value, dict) else value:
-                yield from self._storages_in(each)
+                self._track(each, phase)
 
     def _see(self, storage: UntypedStorage, phase: str) -> None:
         key = storage._cdata

@@ -90,6 +90,8 @@ def trace_language_model(
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
+    # Plans of other wire formats and other sums of gradients compute the same micro-batch.
+    precision = MixedPrecision(precision.param_dtype, cast_forward_inputs=precision.cast_forward_inputs)
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
     batch = micro_batch, seq_len, sequence_parallel, tiles
