@@ -1,7 +1,8 @@
 """A whole step, planned and run: every collective, every resident byte and the peak of all allocations are the plan's.
 
 One table of settings (`FAMILIES`) and one runner: the engine over a communicator that sends nothing, as one rank of a
-world of any size. Every value of a family's settings occurs; with ``--soak`` all combinations run. Then ranks that talk.
+world of any size. Every value of a family's settings occurs; with ``--soak`` all combinations run. Then ranks that
+talk.
 """
 
 import gc
