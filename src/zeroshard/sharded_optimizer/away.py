@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from zeroshard.comm.streams import ByDevice
 from zeroshard.sharded_optimizer.ownership import pack
 from zeroshard.slab import Slab, room
-from zeroshard.zero.offload.disk import DiskStates, file_of_rank
+from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.on_disk import UnitOnDisk, shaped_like
+from zeroshard.zero.offload.rank_files import file_of_rank
 from zeroshard.zero.offload.settings import Offload
 
 if TYPE_CHECKING:

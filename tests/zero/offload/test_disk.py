@@ -23,9 +23,10 @@ from zeroshard.comm import NullCommunicator
 from zeroshard.errors import ExitStatus, UserError, path_line
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
-from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates, rank_file
+from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates
 from zeroshard.zero.offload.executor import Executor, Update
 from zeroshard.zero.offload.grad_slots import GradSlots
+from zeroshard.zero.offload.rank_files import file_of_rank, left_behind, rank_file
 from zeroshard.zero.offload.staging import Staging
 
 SPEC = [(5, torch.float32), (1000, torch.float32), (7, torch.bfloat16), (0, torch.float32)]
@@ -449,11 +450,11 @@ def test_files_of_a_killed_run_are_removed_and_said_and_a_folder_that_was_made_g
     folder = tmp_path / "states"
     if made_by_a_user:
         folder.mkdir()
-    other = disk.file_of_rank(folder, 1)
+    other = file_of_rank(folder, 1)
     for rank in (0, 3):
         (folder / f"rank-{rank:05d}.states").write_bytes(bytes(100))
-    assert [path.name for path in disk.left_behind(folder)] == ["rank-00000.states", "rank-00003.states"]
-    own = disk.file_of_rank(folder, 0)
+    assert [path.name for path in left_behind(folder)] == ["rank-00000.states", "rank-00003.states"]
+    own = file_of_rank(folder, 0)
     what = "2 files of a run that was killed (200 bytes): a run resumes from its checkpoint; removed"
     assert capsys.readouterr().err == f"warning: offload.path: {folder} had {what}\n"
     assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-00000.states", "rank-00001.states"]

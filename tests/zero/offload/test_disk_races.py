@@ -7,6 +7,7 @@ between file and slot touch the same bytes of the file, wherever they are mapped
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections import Counter
 from itertools import product
@@ -23,6 +24,7 @@ from zero.offload.lanes import Lanes
 from zeroshard.comm import NullCommunicator
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.offload import disk, grad_slots, host_grads, host_params, on_disk, placement
+from zeroshard.zero.offload.on_disk import UnitOnDisk
 
 
 class Host(HazardDevice):
@@ -261,6 +263,43 @@ def test_a_gather_that_does_not_wait_for_the_update_of_what_is_in_a_slot_is_seen
     assert train(walk_is_over=False) < train()
     with pytest.raises(Hazard, match="does not wait for"):
         train(walk_is_over=False, without={"HostParams.master"})
+
+
+@pytest.mark.parametrize("updates_are_over", [True, False])
+def test_the_next_gather_is_read_ahead_unless_units_are_updated(updates_are_over, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    steps = [[]]  # of each its gathers: the unit, and which ones are then read
+
+    def told(cls, name, before):
+        call = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, unit: (before(unit), call(self, unit))[1])
+
+    told(on_disk.GatherOrder, "after", lambda unit: steps[-1].append((unit, [])))
+    told(disk.DiskStates, "will_read", lambda unit: steps[-1][-1][1].append(unit))
+    told(disk.DiskStates, "expect", lambda units: steps.append([]))
+    _train(monkeypatch, 3, "weights on disk", walk_is_over=updates_are_over)
+    first, *others, none = steps
+    assert (len(others), none) == (3, [])
+    assert all(read == [unit] for unit, read in first)
+    for gathers in others[not updates_are_over :]:  # slots are given up in the first step, which makes states
+        following = [[unit] for unit, _ in gathers[1:]] + [[]]
+        for (unit, read), then in zip(gathers, following, strict=True):
+            assert read == [unit, *then] if updates_are_over else read in ([], [unit])
+
+
+def test_the_order_of_gathers_is_that_of_the_last_step():
+    order, units = on_disk.GatherOrder(), [UnitOnDisk(None, masters=True, states=False) for _ in range(4)]
+
+    def step():
+        found = [order.after(units[place]) for place in (0, 1, 2, 3, 2, 1, 0)]
+        order.restart()
+        return [None if unit is None else units.index(unit) for unit in found]
+
+    assert step() == [None] * 7
+    assert step() == [1, 2, 3, 2, 1, 0, None]
+    units[3] = UnitOnDisk(None, masters=True, states=False)  # the last one is gone
+    gc.collect()
+    assert step() == [1, 2, None, None, None, 0, None]
 
 
 def test_these_are_all_the_waits(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.base import DONE
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
 from zeroshard.zero.guards import collective_order
-from zeroshard.zero.offload import disk, grad_slots, host_grads, host_params, placement, staging
+from zeroshard.zero.offload import grad_slots, host_grads, host_params, placement, rank_files, staging
 
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
@@ -128,7 +128,7 @@ def _train(
     lanes = Lanes(device)
     lanes.patch(monkeypatch, placement)
     monkeypatch.setattr(staging, "ThreadPoolExecutor", lanes.pool)
-    monkeypatch.setattr(disk, "file_of_rank", lambda folder, rank: File(lanes))
+    monkeypatch.setattr(rank_files, "file_of_rank", lambda folder, rank: File(lanes))
     monkeypatch.setattr(grad_slots, "wait", lanes.wait)
     monkeypatch.setattr(host_params, "is_set", lambda flag: flag.clone() is None)  # a read of the host, of no value
     for module in (grad_slots, host_grads, host_params, staging):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.zero.offload.disk import file_of_rank
 from zeroshard.zero.offload.grad_slots import GradSlots
+from zeroshard.zero.offload.rank_files import file_of_rank
 from zeroshard.zero.offload.staging import Landing, Staging
 
 UNIT_BYTES, NUM_UNITS = 16 << 20, 24

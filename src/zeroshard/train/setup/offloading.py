@@ -23,7 +23,7 @@ from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.records.plan_contract import Planned, Predict
 from zeroshard.train.records.records import in_memory
 from zeroshard.train.setup.auto import HEADROOM, PLANNED, job_of, num_free_bytes
-from zeroshard.zero.offload.disk import left_behind
+from zeroshard.zero.offload.rank_files import left_behind
 
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
 

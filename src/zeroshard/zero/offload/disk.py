@@ -19,21 +19,18 @@ would push out what is used more often, or count against the memory of a contain
     up at the end of a walk (`settle`), and a view is read only once the unit's write is over (`wait`); until then the
     slot may be read (`in_memory`). Pages that were touched between two walks are dropped when the next one begins.
 
-The file is scratch space of one run. What outlives a run is its checkpoints: a process that is killed between two units
-leaves a file with states of two steps, which nobody has locked. The next run in the folder removes such files, of
-whichever rank, and says so. A folder that was made for the files goes with the last of them: `MADE` is in it.
+The file is scratch space of one run: what outlives a run is its checkpoints. A folder that was made for the files goes
+with the last of them: `MADE` is in it.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import itertools
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -45,20 +42,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard import host_memory
-from zeroshard.errors import UserError, warn
+from zeroshard.errors import UserError
 from zeroshard.regular_files import open_regular
 from zeroshard.slab import anonymous_pages, room
 
 # what O_DIRECT wants of offsets, lengths and addresses on file systems of today, and a mapping of its offset
 BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 PIECE_BYTES = 8 << 20  # what one thread copies at a time
-NUM_TRIES, TRY_AGAIN_S = 10, 0.05  # while a file is locked
 NUM_THREADS = 4
 MADE = ".made-for-states"
 NUM_SLOTS = 3  # one is updated, one is read ahead, one is written back
-
-RANK_FILES = "rank-*.states"
 
 Spec = Sequence[tuple[int, torch.dtype]]
 """Number of elements and dtype of each of a unit's tensors."""
@@ -68,78 +61,6 @@ def extent_bytes(spec: Spec) -> int:
     """The bytes of the file that tensors take which are added to a unit at a time."""
     num_bytes = sum(room(numel * dtype.itemsize) for numel, dtype in spec)
     return max(-(-num_bytes // BLOCK_BYTES), 1) * BLOCK_BYTES
-
-
-def rank_file(folder: Path, rank: int) -> Path:
-    """The path of a rank's file in the folder that a run was given; all of them match `RANK_FILES`."""
-    return folder / f"rank-{rank:05d}.states"
-
-
-def _made(path: Path) -> DiskStates:
-    """Make the file; an engine of this process that nobody refers to any more may have it for the end of its update.
-
-    A run that ends may also remove the folder, and another rank look whether the new file is one of a killed run.
-    """
-    for _ in range(NUM_TRIES):
-        try:
-            return DiskStates(path)
-        except (UserError, FileNotFoundError):
-            gc.collect()
-            time.sleep(TRY_AGAIN_S)
-    return DiskStates(path)
-
-
-def left_behind(folder: Path) -> list[Path]:
-    """The files of ranks in a folder that no run uses: a run was killed."""
-    found = []
-    for path in sorted(folder.glob(RANK_FILES)):
-        try:
-            file = open_regular(path, os.O_RDWR, 0o600, follow=False)
-        except OSError:  # it is gone, or none of ours
-            continue
-        try:
-            _lock(file, path)
-            found.append(path)
-        except UserError:  # a run's
-            pass
-        finally:
-            os.close(file)
-    return found
-
-
-def _remove_left_behind(folder: Path) -> None:
-    """Remove the files of ranks that no run uses, and say so."""
-    num_files = num_bytes = 0
-    for path in left_behind(folder):
-        try:
-            num_bytes += path.stat().st_size
-            DiskStates(path).close()  # locks it again: a rank may have made it meanwhile
-            num_files += 1
-        except (OSError, UserError):
-            continue
-    if num_bytes:
-        files = "the file" if num_files == 1 else f"{num_files} files"
-        what = f"{files} of a run that was killed ({num_bytes:,} bytes): a run resumes from its checkpoint"
-        warn(f"offload.path: {folder} had {what}; removed")
-
-
-def file_of_rank(folder: Path, rank: int) -> DiskStates:
-    """Make and lock a rank's file.
-
-    Raises:
-        UserError: the folder cannot be made or written, or another run uses the file.
-    """
-    try:
-        _remove_left_behind(folder)
-        file = _made(rank_file(folder, rank))
-    except OSError as error:
-        what = f"{error.filename or folder}: {error.strerror or error}"
-        raise UserError("offload.path", what, "name a folder on a local disk that can be written") from None
-    if host_memory.keeps_files_of(folder):
-        warn(
-            f"offload.path: {folder} is in memory (tmpfs), so state there takes as much of it as without --offload disk"
-        )
-    return file
 
 
 class _Extent(NamedTuple):
@@ -199,7 +120,7 @@ class DiskStates:
         _make_folder(path.parent)
         self._file, self.is_direct = _open(path)
         try:
-            _lock(self._file, path)
+            lock(self._file, path)
             os.ftruncate(self._file, 0)
             _reserve(self._file, path, 0, num_bytes)
         except BaseException:
@@ -207,6 +128,11 @@ class DiskStates:
             raise
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-disk")
         self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._file, None if keep else path)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no walk is under way: no slot has a unit."""
+        return all(slot.unit is None for slot in self._slots)
 
     @property
     def slots(self) -> list[mmap.mmap]:
@@ -503,7 +429,7 @@ def _open(path: Path) -> tuple[int, bool]:
     return open_regular(path, flags, 0o600, follow=False), False
 
 
-def _lock(file: int, path: Path) -> None:
+def lock(file: int, path: Path) -> None:
     """Lock the file until it is closed, by whatever end of the process.
 
     Raises:

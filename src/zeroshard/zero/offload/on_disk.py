@@ -13,6 +13,7 @@ the update has. It stays to be applied to the file, if anybody asks for the grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +27,8 @@ from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.staging import Landing
+
+Ref = weakref.ref["UnitOnDisk"]
 
 
 class StoredGroup(Protocol):
@@ -55,6 +58,29 @@ class _Kept(NamedTuple):
         return self.optimizer.state.get(self.piece, {}).get(self.kind) is not self.shown
 
 
+class GatherOrder:
+    """Which unit is gathered after which, as it was in the step before.
+
+    Two gathers in a row tell a backward from a forward, in which another unit follows.
+    """
+
+    def __init__(self) -> None:
+        self._recent: tuple[Ref | None, Ref | None] = (None, None)
+        self._following: dict[tuple[Ref | None, Ref | None], Ref] = {}
+
+    def restart(self) -> None:
+        """Record that a step is over: what its last gather would read ahead, the update changes."""
+        self._recent = (None, None)
+
+    def after(self, unit: UnitOnDisk) -> UnitOnDisk | None:
+        """Record that ``unit`` is gathered; return the unit that came next the last time, if there was one."""
+        now = weakref.ref(unit)
+        self._following[self._recent] = now
+        self._recent = self._recent[1], now
+        following = self._following.get(self._recent)
+        return None if following is None else following()
+
+
 class UnitOnDisk:
     """What one group has in the file.
 
@@ -62,14 +88,24 @@ class UnitOnDisk:
         file: the rank's.
         masters, states: which of the two are kept there.
         slots: memory through which reduced gradients go there; None: they do not.
+        order: of the gathers of all units in the file, if they read masters there.
 
     Attributes:
         grads: the reduced gradients in the file, ``[own_numel]``; None: they are not there.
         factor: by which an update multiplies them, 0-dim; None: by nothing.
     """
 
-    def __init__(self, file: DiskStates, *, masters: bool, states: bool, slots: GradSlots | None = None) -> None:
+    def __init__(
+        self,
+        file: DiskStates,
+        *,
+        masters: bool,
+        states: bool,
+        slots: GradSlots | None = None,
+        order: GatherOrder | None = None,
+    ) -> None:
         self.file, self.masters, self.states, self._slots = file, masters, states, slots
+        self._order = order or GatherOrder()
         self.grads: Tensor | None = None
         self.factor: Tensor | None = None
         self._own_grads: list[tuple[nn.Parameter, Tensor]] = []  # what pieces show outside of the update
@@ -95,14 +131,18 @@ class UnitOnDisk:
     def reading_master(self, shown: Tensor) -> Generator[Tensor]:
         """The master, which `take_master` has returned as ``shown``, to be read: in a slot, if it is there yet.
 
-        Else once it is in the file. Only a thread for which the update is over may ask.
+        Else once it is in the file, and the next gather's master is read ahead while this one's weights are used: where
+        units are updated, that would be read before its update. Only a thread for which the update is over may ask.
         """
+        following = self._order.after(self)
         with self.file.in_memory(self) as copies:
             if copies is not None:
                 yield next(copies)
                 return
         self.wait()
         self.file.will_read(self)
+        if following is not None and self.file.is_idle:
+            self.file.will_read(following)
         yield shown
         self.read_through()
 

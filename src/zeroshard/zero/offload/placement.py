@@ -30,7 +30,7 @@ from zeroshard.zero.offload.executor import Executor, Job, Update
 from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.host_grads import HostGrads
 from zeroshard.zero.offload.host_params import FrozenOnHost, HostParams, HostTransport
-from zeroshard.zero.offload.on_disk import DiskOperands, UnitOnDisk
+from zeroshard.zero.offload.on_disk import DiskOperands, GatherOrder, UnitOnDisk
 from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.offload.staging import Staging
 from zeroshard.zero.optimizers.operands import Lists
@@ -53,7 +53,12 @@ class HostGroup(FlatGroup):
     def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
         self._at, self.update = members, Update(name, members.executor)
         places, file = members.settings, members.file
-        on_disk = {"masters": places.master == "disk", "states": places.optimizer == "disk", "slots": members.slots}
+        on_disk = {
+            "masters": places.master == "disk",
+            "states": places.optimizer == "disk",
+            "slots": members.slots,
+            "order": members.order,
+        }
         self.stored: UnitOnDisk = None if file is None else UnitOnDisk(file, **on_disk)  # ty: ignore[invalid-assignment] -- of a group without, nobody asks
         super().__init__(name, *args, members=members, **kwargs)
 
@@ -162,9 +167,10 @@ class HostMembers(Members):
         staging: Staging,
         file: DiskStates | None,
         slots: GradSlots | None,
+        order: GatherOrder,
     ) -> None:
         self._others, self.settings, self.executor, self.staging = others, settings, executor, staging
-        self.file, self.slots = file, slots
+        self.file, self.slots, self.order = file, slots, order
 
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """That of the others."""
@@ -190,13 +196,15 @@ class Placement(Observer):
         self.settings, self.executor, self.staging = settings, Executor(), Staging(settings.pinned_bytes)
         self._grad_slots = None if file is None or settings.grads != "disk" else GradSlots(file, self.staging)
         self.file, self._file_is_written = file, Update("after which the file is complete", self.executor)
+        self._order = GatherOrder()
         self._stored: dict[nn.Parameter, HostGroup] = {}  # pieces with anything in the file
         self._runtime: Runtime | None = None
 
     def members(self, numels: Sequence[int], others: Members) -> list[Members]:
         """For units in the order of the forward, by their numbers of elements: each one's members."""
         num_away = self.settings.units_away(numels)
-        own = HostMembers(others, self.settings, self.executor, self.staging, self.file, self._grad_slots)
+        at = (self.settings, self.executor, self.staging, self.file, self._grad_slots, self._order)
+        own = HostMembers(others, *at)
         return [others] * (len(numels) - num_away) + [own] * num_away
 
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
@@ -287,6 +295,7 @@ class Placement(Observer):
             jobs.append((group.update, run))
             checks = []
         if self.file is not None and jobs:
+            self._order.restart()
             self.file.expect([group.stored for group in armed if group.stored in self.file])
             jobs.append((self._file_is_written, self.file.settle))
         states = of.optimizer.state

@@ -141,7 +141,7 @@ class Offload:
             raise ValueError(f"offload.grads: {what}; give grads='device'")
         file = None
         if self.path is not None:
-            file = loaded("zeroshard.zero.offload.disk", "file_of_rank")(self.folder, rank)
+            file = loaded("zeroshard.zero.offload.rank_files", "file_of_rank")(self.folder, rank)
         return loaded("zeroshard.zero.offload.placement", "Placement")(self, file)
 
 
