@@ -12,7 +12,7 @@ from hf_models import (
     hf_folder,  # noqa: F401 -- a fixture
     make_model,
 )
-from zeroshard.comm import NullCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.models.adapters import Lora
@@ -27,16 +27,19 @@ OURS = {
     "gpt2": GPT2Config(**SIZES),
     "llama": LlamaConfig(**SIZES, n_kv_head=2, ffn_hidden=48),  # 4 ranks copy its heads of keys and values
 }
-THEIRS = ("llama", "llama eager", "qwen3", "gemma3_text", "mistral", "phi3", "gpt2", "olmo2")
-# of each: ranks that share a sequence, or 1, where two ranks have a sequence each; and settings of the model
-LEVERS = {
+THEIRS = ("llama", "llama eager", "gpt2", "qwen3", "gemma3_text", "mistral", "phi3", "olmo2")
+# of each: ranks that share a sequence, and settings of the model
+SHARING = {
     "over 2": (2, {}),
     "over 4": (4, {}),
-    "offload": (1, {"activation_checkpointing": "offload"}),
-    "tiles 1": (1, {"activation_checkpointing": "full", "tiles": "1"}),
-    "tiles 2": (1, {"activation_checkpointing": "full", "tiles": "2"}),
-    "tiles 7": (1, {"activation_checkpointing": "offload", "tiles": "7"}),
     "all over 2": (2, {"activation_checkpointing": "offload", "tiles": "3"}),
+}
+# where two ranks have a sequence each
+ALONE = {
+    "offload": {"activation_checkpointing": "offload"},
+    "tiles 1": {"activation_checkpointing": "full", "tiles": "1"},
+    "tiles 2": {"activation_checkpointing": "full", "tiles": "2"},
+    "tiles 7": {"activation_checkpointing": "offload", "tiles": "7"},
 }
 WAYS = ("plain", "packed", "separated", "lora")
 
@@ -118,31 +121,45 @@ def assert_equal_to_one_process(build, way, size, stage, world=None, **changes):
             torch.testing.assert_close(theirs[name], grad, rtol=2e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("lever", [*SHARING, *ALONE])
 @pytest.mark.parametrize("kind", OURS)
 def test_our_models_have_the_loss_and_gradients_of_one_process(kind, lever, stage, way):
-    size, changes = LEVERS[lever]
+    size, changes = SHARING[lever] if lever in SHARING else (1, ALONE[lever])
     assert_equal_to_one_process(BUILDERS[kind], way, size, stage, **changes)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("lever", SHARING)
 @pytest.mark.parametrize("kind", THEIRS)
-def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(hf_folder, kind, lever, stage, way):  # noqa: F811
-    size, changes = LEVERS[lever]
-    name, _, attention = kind.partition(" ")
-    assert_equal_to_one_process(_theirs(hf_folder(name), attention or "auto"), way, size, stage, **changes)
+def test_models_of_transformers_have_the_loss_and_gradients_of_one_process(builder, kind, lever, stage, way):
+    size, changes = SHARING[lever]
+    assert_equal_to_one_process(builder(kind), way, size, stage, **changes)
 
 
-@cache
-def _theirs(folder, attention):
-    """A builder of its own for each, by which results of one process are kept."""
-    return partial(theirs, folder, attention)
+@pytest.mark.pairwise("kind")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("lever", ALONE)
+@pytest.mark.parametrize("kind", THEIRS)
+def test_models_of_transformers_in_tiles_have_the_loss_and_gradients_of_one_process(builder, kind, lever, stage, way):
+    assert_equal_to_one_process(builder(kind), way, 1, stage, **ALONE[lever])
+
+
+@pytest.fixture(scope="module")
+def builder(hf_folder):  # noqa: F811
+    """`builder(kind)`: of a model, and the same one each time: results of one process are kept by it."""
+
+    @cache
+    def of(kind):
+        name, _, attention = kind.partition(" ")
+        return partial(theirs, hf_folder(name), attention or "auto")
+
+    return of
 
 
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
@@ -196,7 +213,7 @@ def assert_same_bits(some, others):
     assert [name for name, pair in found.items() if not torch.equal(*pair)] == []
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
@@ -206,16 +223,14 @@ def test_tiles_of_our_models_have_the_bits_of_ranks(kind, parts, how, stage, way
     assert_tiles_have_the_bits_of_ranks(BUILDERS[kind], way, stage, *AS_RANKS[parts], how)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
 @pytest.mark.parametrize("parts", AS_RANKS)
 @pytest.mark.parametrize("kind", THEIRS)
-def test_tiles_of_models_of_transformers_have_the_bits_of_ranks(hf_folder, kind, parts, how, stage, way):  # noqa: F811
-    name, _, attention = kind.partition(" ")
-    build = _theirs(hf_folder(name), attention or "auto")
-    assert_tiles_have_the_bits_of_ranks(build, way, stage, *AS_RANKS[parts], how)
+def test_tiles_of_models_of_transformers_have_the_bits_of_ranks(builder, kind, parts, how, stage, way):
+    assert_tiles_have_the_bits_of_ranks(builder(kind), way, stage, *AS_RANKS[parts], how)
 
 
 DRAWING = {"gpt2": "plain", "llama": "lora", "gpt2 of transformers": "plain", "gpt2 of transformers eager": "lora"}
@@ -231,12 +246,14 @@ def drawn_in_bits(comm, kind, folder, how, size, tiles):
     return parts_in_bits(comm, _built(build, way, dropout=0.3).train(), way, 3, size, tiles)
 
 
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
 @pytest.mark.parametrize("kind", DRAWING)
 def test_tiles_draw_the_random_numbers_of_ranks(gloo_ranks, hf_folder, kind, how):  # noqa: F811
     folder = str(hf_folder("gpt2")) if "transformers" in kind else None
-    tiles = gloo_ranks(1).run(drawn_in_bits, kind, folder, how, 1, 2)
-    assert_same_bits(tiles, gloo_ranks(2).run(drawn_in_bits, kind, folder, how, 2, 1))
+    with torch.random.fork_rng():
+        tiles = drawn_in_bits(LocalCommunicator(), kind, folder, how, 1, 2)
+    assert_same_bits([tiles], gloo_ranks(2).run(drawn_in_bits, kind, folder, how, 2, 1))
 
 
 def test_two_ranks_with_two_tiles_each_draw_what_four_ranks_draw(gloo_ranks):
