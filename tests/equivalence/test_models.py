@@ -137,11 +137,27 @@ CELLS = [
     if world_size % settings.get("shard_size", 1) == 0
 ]
 NAMES = ("world_size", "model_name", "optimizer", "dial")
-SENT_OTHERWISE = ("plain", "sharded sums", "bf16 sums", "pairs")  # the other dials send what one of these does
+SMALL = [cell for cell in CELLS if cell[0] in (1, 4) and cell[1] != "gpt2-wide"]
+# What `make test` runs of them: on thread ranks each dial, between processes each transport, model and world size,
+# and the dials that send otherwise than all others.
+ON_THREADS = [
+    (4, ("gpt2-tied", "llama-untied")[i % 2], list(OPTIMIZERS)[i // 2 % 2], dial) for i, dial in enumerate(DIALS)
+]
+ON_THREADS += [(1, "gpt2-tied", "adamw", "sharded sums"), (1, "llama-untied", "sgd-momentum", "bf16 sums")]
+IN_PROCESSES = [
+    ("gloo", 2, "gpt2-tied", "adamw", "plain"),
+    ("gloo", 4, "llama-untied", "adamw", "pairs"),
+    ("ring", 3, "gpt2-wide", "adamw", "sharded sums"),
+    ("shm", 3, "gpt2-wide", "adamw", "bf16 sums"),
+    ("shm", 2, "llama-untied", "adamw", "plain"),
+]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(NAMES, [cell for cell in CELLS if cell[0] in (1, 4) and cell[1] != "gpt2-wide"])
+def _with_soak(cells, quick):
+    return [pytest.param(*cell, marks=[] if cell in quick else [pytest.mark.soak]) for cell in cells]
+
+
+@pytest.mark.parametrize(NAMES, _with_soak(SMALL, ON_THREADS))
 def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_name, optimizer, dial):
     check(
         run_threads(lambda comm: every_stage(comm, model_name, optimizer, dial), world_size),
@@ -149,18 +165,14 @@ def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_
     )
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("transport", ["gloo", *TRANSPORTS])
-@pytest.mark.parametrize(
-    NAMES,
-    [
-        pytest.param(*cell, marks=[] if cell[3] in SENT_OTHERWISE else pytest.mark.soak)
-        for cell in CELLS
-        if cell[0] > 1 and cell[2] == "adamw"
-    ],
-)
+BETWEEN_PROCESSES = [
+    (transport, *cell) for transport in ("gloo", *TRANSPORTS) for cell in CELLS if cell[0] > 1 and cell[2] == "adamw"
+]
+
+
+@pytest.mark.parametrize(("transport", *NAMES), _with_soak(BETWEEN_PROCESSES, IN_PROCESSES))
 def test_processes_equal_one_process_and_stages_each_other(
-    world_size, model_name, optimizer, dial, transport, gloo_ranks
+    transport, world_size, model_name, optimizer, dial, gloo_ranks
 ):
     by_rank = gloo_ranks(world_size).run(every_stage, model_name, optimizer, dial, transport)
     check(by_rank, model_name, optimizer, dial)
