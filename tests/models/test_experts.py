@@ -8,7 +8,7 @@ with a module for each expert, as `transformers` 4 and the code of many models o
 a unit of its own, inside of the block's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache, partial
 from threading import Lock
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import SEQ_LEN, VOCAB_SIZE, make_model
+from soak import soaking
 from zeroshard.comm import Communicator, run_threads
 from zeroshard.zero import Zero
 
@@ -127,16 +128,17 @@ def one_process(case: tuple) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in routed.model.named_parameters()}
 
 
-def hits_of_equal_stages(*case: Any) -> list[list[set[int]]]:
-    """Train at each stage; the experts that each rank's tokens went to, block by block and step by step, at stage 3."""
-    by_stage = [run_threads(lambda comm, stage=stage: trained(comm, stage, case), WORLD_SIZE) for stage in range(4)]
+def hits_of_equal_stages(*case: Any, stages: Iterable[int] = (1, 3)) -> list[list[set[int]]]:
+    """Train at ``stages``, with --soak at all; the experts of each rank's tokens, by block and step, at stage 3."""
+    stages = range(4) if soaking() else stages
+    by_stage = [run_threads(lambda comm, stage=stage: trained(comm, stage, case), WORLD_SIZE) for stage in stages]
     expected = one_process(case)
     for by_rank in by_stage:
         for weights, _ in by_rank:
             for name, whole in expected.items():
                 torch.testing.assert_close(weights[name], whole, rtol=0, atol=2e-5)
                 assert torch.equal(weights[name], by_stage[0][0][0][name]), name
-    return [hit for _, hit in by_stage[3]]
+    return [hit for _, hit in by_stage[-1]]
 
 
 SOAK = pytest.mark.soak
@@ -149,7 +151,8 @@ each_model = pytest.mark.parametrize(
 
 @each_model
 def test_ranks_whose_tokens_go_to_disjoint_experts(kind, form):
-    hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(2 * rank, 2 * rank + 2), 1), None)
+    allowed = lambda rank, step: (range(2 * rank, 2 * rank + 2), 1)  # noqa: E731
+    hits = hits_of_equal_stages(kind, form, allowed, None, stages=range(4))
     assert set.union(*hits[0], *hits[1]) <= {0, 1, 2, 3}
     assert not set.union(*hits[0]) & set.union(*hits[1])
     assert not set.union(*hits[1]) & set.union(*hits[2])
@@ -169,8 +172,9 @@ def test_a_top_k_that_changes_between_steps(kind, form):
     assert len(hits[0][6]) >= 4 > len(hits[1][6]) - 4  # in the fourth step of rank 0 each token goes to four
 
 
-@each_model
+@pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("reentrant", [False, True])
+@each_model
 def test_blocks_that_are_recomputed(kind, form, reentrant):
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(2 * rank, 2 * rank + 2), 1 + step % 2), reentrant)
     assert [len(hit) for hit in hits] == [2 * 2 * NUM_STEPS] * WORLD_SIZE  # two blocks, each twice a step

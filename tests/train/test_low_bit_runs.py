@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from soak import soaking
 from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.cli import main
@@ -48,9 +49,10 @@ def digest(saved):
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "flash-adamw", "muon8bit"])
 def test_a_reproducible_run_has_one_sha256_at_each_stage_and_number_of_ranks(tiny_config, tmp_path, optimizer):
-    given = {"optimizer": optimizer, "dtype": DTYPES[optimizer], "reproducible": 8, "max_steps": 3, "eval_interval": 0}
+    given = {"optimizer": optimizer, "dtype": DTYPES[optimizer], "reproducible": 8, "max_steps": 2, "eval_interval": 0}
     found = {}
-    for num_ranks, stage in ((1, 0), (1, 3), (2, 1), (2, 2), (4, 3), (8, 0), (8, 2), (8, 3)):
+    more = [(1, 3), (2, 1), (8, 0), (8, 2), (8, 3)] if soaking() else []
+    for num_ranks, stage in [(1, 0), (2, 2), (4, 3), *more]:
         out = str(tmp_path / f"{num_ranks}-{stage}")
         found[num_ranks, stage] = digest(run(tiny_config(strategy=f"zero{stage}", out=out, **given), num_ranks))
     assert len(set(found.values())) == 1, found

@@ -65,17 +65,20 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+ONLY_SOAK = {"zero1, disk", "zero3, all on disk, bfloat16", "zero3, bfloat16"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.soak] * (way in ONLY_SOAK)) for way in WAYS])
 def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, way):
     strategy, offload, given = WAYS[way]
-    given = {"strategy": strategy, "eval_interval": 0, "max_steps": 5, "plan": {"enforce": True}, **given}
+    given = {"strategy": strategy, "eval_interval": 0, "max_steps": 3, "plan": {"enforce": True}, **given}
     config = tiny_config(**given)
     away = tiny_config(**given, offload=offload, out=f"{config.out}-away")
     here = run_threads(lambda comm: _trained(comm, config), 2)
     for (_, state, _), (status, there, contract) in zip(
         here, run_threads(lambda comm: _trained(comm, away), 2), strict=True
     ):
-        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 4)
+        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
         assert contract.memory_bytes["host_optimizer"] > 0
         on_disk = sum(n for name, n in contract.memory_bytes.items() if name.startswith("disk_"))
         assert (on_disk > 0) == ("disk" in offload["state"])
@@ -83,15 +86,16 @@ def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, wa
         assert all(torch.equal(state[name], there[name]) for name in state)
 
 
-@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.pairwise("state")
+@pytest.mark.parametrize("lora", [2, 0])
 @pytest.mark.parametrize("state", ["all", "disk-all"])
 def test_one_rank_streams_its_weights_keeps_to_its_plan_and_is_resumed(tiny_config, state, lora):
-    given = {"strategy": "zero3", "eval_interval": 4, "max_steps": 8, "plan": {"enforce": True}, "dtype": "bfloat16"}
+    given = {"strategy": "zero3", "eval_interval": 2, "max_steps": 4, "plan": {"enforce": True}, "dtype": "bfloat16"}
     given |= {"lora": {"rank": lora}} if lora else {}
     config = tiny_config(**given)
     away = {"offload": {"state": state}, "out": f"{config.out}-away"}
     _, plain, _ = _trained(LocalCommunicator(), config)
-    parts = _trained(LocalCommunicator(), tiny_config(**given, **away), until=3)
+    parts = _trained(LocalCommunicator(), tiny_config(**given, **away), until=2)
     assert parts[2].memory_bytes["params"] == 0
     _, found, contract = _trained(LocalCommunicator(), tiny_config(**given, **away, resume="auto"))
     assert (contract.difference, contract.memory_bytes["params"]) == ("", 0)
@@ -100,11 +104,12 @@ def test_one_rank_streams_its_weights_keeps_to_its_plan_and_is_resumed(tiny_conf
 
 @pytest.mark.parametrize(("first", "then"), [("optimizer", "none"), ("disk", "none"), ("none", "disk")])
 def test_what_is_resumed_with_state_elsewhere_has_the_same_bits(tiny_config, first, then):
-    config = tiny_config(eval_interval=0)
-    parts = tiny_config(eval_interval=0, offload=first, out=f"{config.out}-parts")
+    given = {"eval_interval": 0, "max_steps": 4}
+    config = tiny_config(**given)
+    parts = tiny_config(**given, offload=first, out=f"{config.out}-parts")
     whole = run_threads(lambda comm: _trained(comm, config), 2)
-    run_threads(lambda comm: _trained(comm, parts, until=3), 2)
-    rest = tiny_config(eval_interval=0, offload=then, resume="auto", strategy="zero3", out=parts.out)
+    run_threads(lambda comm: _trained(comm, parts, until=2), 2)
+    rest = tiny_config(**given, offload=then, resume="auto", strategy="zero3", out=parts.out)
     for (_, state, _), (_, found, _) in zip(whole, run_threads(lambda comm: _trained(comm, rest), 2), strict=True):
         assert all(torch.equal(state[name], found[name]) for name in state)
 
@@ -145,11 +150,15 @@ run_threads(lambda comm: train_on(comm, config), 2)
 """
 
 
-@pytest.mark.parametrize(("offload", "num_updates"), [("disk", 3 * 8 + 3), ("optimizer", 3 * 6 + 3)])
+@pytest.mark.parametrize(
+    ("offload", "num_updates"),
+    [("disk", 3 * 8 + 3), pytest.param("optimizer", 3 * 6 + 3, marks=pytest.mark.soak)],
+)
 def test_a_run_that_is_killed_between_two_updates_is_resumed_with_the_bits_of_one_that_is_not(
     tiny_config, tmp_path, capfd, offload, num_updates
 ):
     given = {"offload": offload, "eval_interval": 0, "checkpoint_interval": 2, "checkpoint_async": False}
+    given["max_steps"] = 4
     config = tiny_config(**given)
     whole = run_threads(lambda comm: _trained(comm, tiny_config(**given, out=f"{config.out}-whole")), 2)
     ended = forked.run([sys.executable, "-c", KILLED, config.model_dump_json(), str(num_updates)], check=False)

@@ -7,6 +7,7 @@ import pytest
 
 import chats
 from hf_models import text_model  # noqa: F401 -- a fixture
+from soak import soaking
 from tiny_runs import events_of, summary_of, train_on, trained
 from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
@@ -25,7 +26,8 @@ def assert_close(found, wanted):
 
 def shares(size, **changes):
     """Settings of a run of 4 rows a step, of ``size`` ranks a row."""
-    return {"model": LLAMA, "sequence_parallel": size, "global_batch_size": 4, "strategy": "zero3", **changes}
+    given = {"global_batch_size": 4, "strategy": "zero3", "max_steps": 2, "eval_interval": 2}
+    return {"model": LLAMA, "sequence_parallel": size, **given, **changes}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def examples_config(tiny_config, tmp_path):
     def make(size, packing, out, **changes):
         data = {"source": "text", "path": (str(path),), "format": "prompt", "packing": packing}
         data |= {"dir": str(tmp_path / "tokens"), "val_fraction": 0.2}
-        given = {"data": data, "seq_len": 48, "out": str(tmp_path / out), "max_steps": 3, **changes}
+        given = {"data": data, "seq_len": 48, "out": str(tmp_path / out), **changes}
         return tiny_config(**shares(size, **given))
 
     return make
@@ -93,24 +95,25 @@ def test_text_that_is_streamed_is_cut_alike(tiny_config, tmp_path):
 
 def test_reproducible_runs_have_the_same_bits_on_any_number_of_groups(tiny_config, tmp_path):
     runs = []
-    for world, strategy in ((2, "zero1"), (4, "zero3"), (8, "zero2")):
+    for world, strategy in ((2, "zero1"), (8, "zero3"), *([(4, "zero2")] if soaking() else [])):
         changes = {"reproducible": 4, "strategy": strategy, "out": str(tmp_path / strategy), "global_batch_size": 8}
         runs.append(trained(tiny_config(**shares(2, **changes)), world))
-    assert runs[0] == runs[1] == runs[2]
+    assert all(run == runs[0] for run in runs)
     alone = trained(tiny_config(**shares(1, reproducible=4, global_batch_size=8, out=str(tmp_path / "alone"))))
     assert_close(runs[0], alone)  # to rounding: one rank adds up over whole rows
 
 
 def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp_path, capsys):
-    wanted = trained(tiny_config(**shares(1)))
-    first = tiny_config(**shares(2), out=str(tmp_path / "first"), checkpoint_interval=3)
-    run_threads(lambda comm: train_on(comm, first, until=3), 2)
+    given = {"max_steps": 4}
+    wanted = trained(tiny_config(**shares(1, **given)))
+    first = tiny_config(**shares(2, **given), out=str(tmp_path / "first"), checkpoint_interval=2)
+    run_threads(lambda comm: train_on(comm, first, until=2), 2)
     manifest = json.loads(next((tmp_path / "first" / "checkpoints").glob("*/manifest.json")).read_text())
     for size, world in ((4, 4), (2, 4), (1, 1)):
         folder = tmp_path / f"{size}-{world}"
         shutil.copytree(tmp_path / "first", folder)
-        found = trained(tiny_config(**shares(size, strategy="zero1"), out=str(folder), resume="auto"), world)
-        assert_close(found, {key: value for key, value in wanted.items() if key == "val" or key > 3})
+        found = trained(tiny_config(**shares(size, strategy="zero1", **given), out=str(folder), resume="auto"), world)
+        assert_close(found, {key: value for key, value in wanted.items() if key == "val" or key > 2})
         assert "sequence_parallel was" not in capsys.readouterr().err
     assert "sequence" not in json.dumps({key: value for key, value in manifest.items() if key != "extra"})
 
@@ -125,23 +128,17 @@ def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp
         (
             2,
             {
-                "model": {
-                    "name": "gpt2-demo",
-                    "n_layer": 2,
-                    "n_head": 2,
-                    "n_embd": 16,
-                    "activation_checkpointing": "full",
-                },
+                "model": {"name": "gpt2-demo", "n_layer": 2, "n_embd": 16, "activation_checkpointing": "full"},
                 "tiles": 2,
             },
         ),
     ],
 )
 def test_bytes_of_all_to_alls_are_planned_exactly(tiny_config, tmp_path, world, changes):
-    config = tiny_config(**shares(2, **{"eval_interval": 0, **changes}), plan={"enforce": True})
+    config = tiny_config(**shares(2, **{"eval_interval": 0, "max_steps": 3, **changes}), plan={"enforce": True})
     run_threads(lambda comm: train_on(comm, config, predict=predict), world)
     plan = summary_of(config.out)["plan"]
-    assert plan["num_checked"] == 5
+    assert plan["num_checked"] == 2
     assert plan["num_broken"] == 0, plan["difference"]
     sent = plan["messages"]["all_to_all"]
     assert sent["bytes"]["predicted"] == sent["bytes"]["measured"] > 0
@@ -149,19 +146,19 @@ def test_bytes_of_all_to_alls_are_planned_exactly(tiny_config, tmp_path, world, 
 
 
 def test_all_to_alls_of_a_model_of_transformers_are_planned_exactly(text_model, examples_config):  # noqa: F811
-    changes = {"model": {"name": f"hf:{text_model}"}, "eval_interval": 0, "max_steps": 4, "plan": {"enforce": True}}
+    changes = {"model": {"name": f"hf:{text_model}"}, "eval_interval": 0, "plan": {"enforce": True}}
     config = examples_config(2, True, "planned", **changes)
     run_threads(lambda comm: train_on(comm, config, predict=predict), 2)
     plan = summary_of(config.out)["plan"]
-    assert (plan["num_checked"], plan["num_broken"]) == (3, 0), plan["difference"]
+    assert (plan["num_checked"], plan["num_broken"]) == (1, 0), plan["difference"]
     sent = plan["messages"]["all_to_all"]["bytes"]
     assert sent["predicted"] == sent["measured"] > 0
 
 
 def test_replicas_that_take_local_steps_share_sequences_inside(tiny_config, tmp_path):
     local = {"every": 2, "outer_lr": 0.7}
-    wanted = trained(tiny_config(**shares(1, shard_size=1, strategy="zero1", local_steps=local)), 2)
-    given = shares(2, shard_size=2, strategy="zero1", local_steps=local, out=str(tmp_path / "shared"))
+    wanted = trained(tiny_config(**shares(1, shard_size=1, strategy="zero1", local_steps=local, max_steps=3)), 2)
+    given = shares(2, shard_size=2, strategy="zero1", local_steps=local, max_steps=3, out=str(tmp_path / "shared"))
     assert_close(trained(tiny_config(**given), 4), wanted)
 
 
@@ -171,8 +168,8 @@ def _losses(comm, config):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1-torch"])
 def test_strategies_of_torch_train_over_sequences(tiny_config, tmp_path, gloo_ranks, strategy):
-    wanted = trained(tiny_config(**shares(1), max_steps=2))
-    config = tiny_config(**shares(2, strategy=strategy), out=str(tmp_path / strategy), max_steps=2)
+    wanted = trained(tiny_config(**shares(1)))
+    config = tiny_config(**shares(2, strategy=strategy), out=str(tmp_path / strategy))
     gloo_ranks(2).run(_losses, config)
     found = {}
     for event in events_of(config.out):
