@@ -132,7 +132,7 @@ def _same(a, b):
     return a == b or (a != a and b != b)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("place", "copies", "bucket_bytes")
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("copies", [False, True], ids=["in place", "as on a GPU"])
 @pytest.mark.parametrize("place", PLACES)

@@ -11,6 +11,7 @@ what was freed in that pool before.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from contextlib import contextmanager
@@ -213,33 +214,47 @@ class HazardDevice(TorchDispatchMode):
         self.poll()
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        schema = func._schema
-        if any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns):
-            return result  # a view
-        if func.namespace == "prim":
-            return result  # a question about the tensor, such as its device
+        name, touches, arguments = _operation(func)
+        if not touches:
+            return result
         reads, writes = [], []
-        for place, argument in enumerate(schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if written else reads).extend(_tensors(value))
-        made = [] if "empty" in str(func) else _tensors(result)
-        for tensor in _tensors(result):
+        for place, (argument, is_written) in enumerate(arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument)
+            (writes if is_written else reads).extend(_tensors(value))
+        made = _tensors(result)
+        for tensor in made:
             self._of(tensor)
-        self.access(self.current, str(func), [t for t in reads if t.numel()], [*writes, *made])
+        written = writes if "empty" in name else [*writes, *made]
+        self.access(self.current, name, [t for t in reads if t.numel()], written)
         return result
+
+
+@functools.cache
+def _operation(func: Any) -> tuple[str, bool, list[tuple[str, bool]]]:
+    """Its name, whether it touches memory, and of each argument the name and whether it is written to."""
+    schema = func._schema
+    # a view; a question about the tensor, such as its device
+    views = any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
+    written = [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in schema.arguments]
+    return str(func), not views and func.namespace != "prim", written
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor lies in."""
-    start = tensor.storage_offset()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (start * tensor.itemsize, (start + last + 1) * tensor.itemsize) if tensor.numel() else (0, 0)
+    numel, start, itemsize = tensor.numel(), tensor.storage_offset(), tensor.itemsize
+    if not numel:
+        return 0, 0
+    if not tensor.is_contiguous():
+        numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * itemsize, (start + numel) * itemsize
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    if value is None or isinstance(value, int | float | str):
+        return []
     plain = (Tensor, torch.nn.Parameter)
-    return [leaf for leaf in tree_leaves(value) if type(leaf) in plain and leaf.layout == torch.strided]
+    leaves = [value] if type(value) in plain else tree_leaves(value)
+    return [leaf for leaf in leaves if type(leaf) in plain and leaf.layout == torch.strided]
 
 
 def _in_place(whole: Tensor, part: Tensor) -> bool:

@@ -159,7 +159,7 @@ AROUND = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("stage", "path")
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["fp32", "bf16"])

@@ -177,7 +177,7 @@ class StatesAway:
         slab = self._slabs.get(device)
         if slab is None or len(slab[1]) < num_bytes:
             if slab is not None:
-                self._streams[device].mark().synchronize()
+                self._finish(device)
                 slab[0].close()
             limit = self._settings.pinned_bytes
             others = sum(other.num_bytes for at, (other, _) in self._slabs.items() if at != device and other.is_pinned)
@@ -188,9 +188,13 @@ class StatesAway:
     def _wait(self, params: Iterable[Tensor]) -> None:
         """Wait for the copies of these parameters."""
         for device in dict.fromkeys(param.device for param in params):
-            mark = self._streams[device].mark()
-            if mark is not None:
-                mark.synchronize()
+            self._finish(device)
+
+    def _finish(self, device: torch.device) -> None:
+        """Wait for what the device has to do; on the CPU that is nothing."""
+        mark = self._streams[device].mark()
+        if mark is not None:
+            mark.synchronize()
 
 
 @contextmanager

@@ -49,6 +49,7 @@ def _step(model, optim):
     optim.zero_grad()
 
 
+@pytest.mark.pairwise("state_format")
 @pytest.mark.parametrize("state_format", NUMEL)
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "between steps"])
 def test_a_load_has_the_states_of_one_unit_in_memory(state_format, again, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
     return model, zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("num_micro", [1, 2])
@@ -91,6 +91,7 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
         zero.state_dict()
 
 
+@pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_backward_clip_and_step_wait_for_no_gradient_on_its_way_to_the_host(
