@@ -443,6 +443,20 @@ def test_gradients_that_cannot_be_written_are_an_error_with_the_name_of_the_file
     assert error.value.filename == str(path)
 
 
+def test_the_end_of_a_run_removes_its_own_file_wherever_the_process_works_by_then(tmp_path, monkeypatch):
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    one = DiskStates(Path("states") / "rank-00000.states")
+    monkeypatch.chdir(tmp_path / "other")
+    other = DiskStates(Path("states") / "rank-00000.states")
+    one.close()
+    assert not (tmp_path / "one" / "states").exists()
+    assert other.path == tmp_path / "other" / "states" / "rank-00000.states"
+    assert other.path.exists()
+    other.close()
+
+
 @pytest.mark.parametrize("made_by_a_user", [False, True])
 def test_files_of_a_killed_run_are_removed_and_said_and_a_folder_that_was_made_goes_with_the_last(
     tmp_path, capsys, made_by_a_user

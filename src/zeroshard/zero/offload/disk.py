@@ -108,7 +108,7 @@ class DiskStates:
     """
 
     def __init__(self, path: Path, num_bytes: int = 0, *, num_threads: int = NUM_THREADS, keep: bool = False) -> None:
-        self.path = path
+        self.path = path.absolute()  # the folder that a process works in may change before its end
         self._units: weakref.WeakKeyDictionary[Any, list[_Extent]] = weakref.WeakKeyDictionary()
         self._next: dict[Hashable, Hashable] = {}  # the unit that is read after each
         self._slots: list[_Slot] = []  # the one used longest ago first
@@ -127,7 +127,7 @@ class DiskStates:
             os.close(self._file)
             raise
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-disk")
-        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._file, None if keep else path)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._file, None if keep else self.path)
 
     @property
     def is_idle(self) -> bool:
