@@ -13,7 +13,7 @@ from zeroshard.lab.planner.longest import COARSE, longest_sequence
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.train.config.validate import validate
 
-LLAMA = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 512}
+LLAMA = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 512}
 
 
 def test_the_longest_sequence_fits_with_each_lever_and_one_that_is_longer_does_not():

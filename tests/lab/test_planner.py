@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lab.small_plans import SMALL, small_gpu
+from lab import small_plans
+from lab.small_plans import small_gpu
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.advice import reason, recommended
@@ -21,9 +22,12 @@ from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.zero import Offload
 
+SMALL = {**small_plans.SMALL, "n_layer": 2}
+
 
 def _plan(memory_bytes=10**9, **changes):
-    given = {"world_size": 4, "gpu": small_gpu(memory_bytes), "overrides": SMALL, **changes}
+    # fp32, because a trace of LayerNorm in 16 bits takes twice as long on a CPU
+    given = {"world_size": 4, "gpu": small_gpu(memory_bytes), "overrides": SMALL, "dtype": "float32", **changes}
     return plan("gpt2-demo", **given)
 
 
@@ -201,7 +205,7 @@ def test_in_many_nodes_sharding_within_one_is_shown_too():
 
 def test_a_hundred_thousand_gpus_are_told_to_shard_less():
     """The time limit of a test sees work that grows with the number of ranks: it takes a second or two."""
-    found = plan("llama-7b", world_size=100_000, network="400Gbit/s")
+    found = plan("llama-7b", world_size=100_000, network="400Gbit/s", micro_batch=4)
     assert found.best.shard_size < 100_000
 
 
@@ -215,14 +219,14 @@ def test_any_module_is_planned_from_its_inputs():
 
 def test_a_document_mask_is_planned_with_what_blocks_make_of_it():
     masked, plain = (planner_for("gpt2-demo", document_mask=mask, overrides=SMALL).row(0, 2) for mask in (True, False))
-    # a mask of 16 bits or more for each of six blocks, which its attention keeps for backward
-    assert masked.step.peak.total - plain.step.peak.total >= 6 * 2 * 64 * 64 * 2
+    # a mask of 16 bits or more for each block, which its attention keeps for backward
+    assert masked.step.peak.total - plain.step.peak.total >= SMALL["n_layer"] * 2 * 64 * 64 * 2
 
 
 def test_a_model_of_ours_may_be_given_itself():
     with torch.device("meta"):
         model = build_model("gpt2-demo", overrides=SMALL)
-    ours = plan(model, world_size=4, gpu=small_gpu(10**9), micro_batch=2)
+    ours = plan(model, world_size=4, gpu=small_gpu(10**9), micro_batch=2, dtype="float32")
     named = _plan(micro_batch=2)
     assert [row.needed_bytes for row in ours.rows] == [row.needed_bytes for row in named.rows]
 
