@@ -21,6 +21,8 @@ AXOLOTL = {
     16_384: "2,243 tokens/s and 58.9 GB with inputs of blocks on the host, all weights trained",
     32_768: "1,954 tokens/s and 73.1 GB, 64.3 GB with inputs of blocks on the host, all weights trained",
 }
+# github.com/NVIDIA-NeMo/RL, issue 3628: one H100
+NEMO = "0.75 s, 15.24 GiB and 1.68 s, 10.53 GiB with it on the host"
 LLMQ = {"qwen2.5-0.5b": 149_000, "qwen2.5-1.5b": 59_000}  # tokens/s, by its authors
 
 
@@ -93,6 +95,39 @@ def beside_fp32_states(found: Found) -> str:
     )
 
 
+def of_host(found: Found) -> str:
+    """How long a step waits for the host's update."""
+    steps = {
+        (where, count): record["step_s"]
+        for where in ("device", "host")
+        for count in (1, 8)
+        for record in found.of("offload", case=f"qwen3-0.6b, optimizer on the {where}", num_micro=count)
+    }
+    if len(steps) < 4:
+        return ""
+    waits = [steps["host", count] - steps["device", count] for count in (1, 8)]
+    return (
+        f"A step waits {min(waits):.2f} to {max(waits):.2f} s for the host's update, with few tokens as with many. So "
+        "offload where a step has many tokens, or where nothing else fits."
+    )
+
+
+def of_seven_billion(found: Found) -> str:
+    """What a step of a 7B is long for."""
+    steps = [record for record in found.of("offload 7b") if "tokens_per_s" in record]
+    if len(steps) < 2:
+        return ""
+    few, many = steps[0], steps[-1]
+    micro_s = (many["step_s"] - few["step_s"]) / (many["num_micro"] - few["num_micro"])
+    rest_s = few["step_s"] - few["num_micro"] * micro_s
+    text = (
+        f"A micro-batch of {few['tokens']:,} tokens takes {micro_s:.2f} s, and the step waits {rest_s:.1f} s for the "
+        "host's update once."
+    )
+    behind = many["tokens_per_s"] < 14_000
+    return text + (f" **We lose** to llmq by {14_000 / many['tokens_per_s']:.1f} times at this step." if behind else "")
+
+
 def host_bound(found: Found) -> str:
     """Whether the host or the GPU takes the step's time."""
     shares = [record["idle_share"] for record in found.of("overlap") if record.get("idle_share") is not None]
@@ -130,6 +165,8 @@ MEANS: dict[str, Callable[[Found], str]] = {
     "overlap": host_bound,
     "qwen": beside_llmq,
     "device": lambda found: "`zeroshard bench device` measures these rates on your GPU; plans of times are this near.",
+    "offload": of_host,
+    "offload 7b": of_seven_billion,
     "long sequences": lambda found: (
         "Adapters of an 8B train on long sequences on one GPU. The published figures train all weights: beside "
         "attention, a step of adapters has three quarters of the FLOPs of theirs."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from qwen_shapes import QWEN3, QWEN3_ALIKE, QWEN3_TOY
 from zeroshard import host_memory
 from zeroshard.comm import LocalCommunicator
 from zeroshard.models import LanguageModel, build_model
+from zeroshard.process import num_cpus
 from zeroshard.zero import Offload, Zero
 
 # NVIDIA-NeMo/RL, issue 3628, has Qwen3-0.6B on one H100: 0.752 s and 15.24 GiB without offloading, 1.678 s and
 # 10.53 GiB with all of the optimizer offloaded.
 NAME = "qwen3-0.6b"
 # Published of Qwen2.5-7B on one GPU: 14,000 tokens/s (llmq, README), 272 TFLOP/s (MegaTrain, arXiv 2604.05091).
+UPDATE_BYTES = 28  # of an element: gradient, weight and two states are read, the last three written
 HOST_BYTES_7B = 6.74e9 * 16  # fp32 master, two states, gradient
 
 
@@ -36,6 +39,29 @@ def offloaded(budget: rows.Budget, say: rows.Say) -> None:
             for record in _measured({**QWEN3_ALIKE, **(QWEN3_TOY if rows.TOY else QWEN3[NAME])}, settings, micro):
                 say(case=case, micro_batch=micro, **record)
         rows.cleared()
+    for num_threads in sorted({1, 4, max(num_cpus() // 2, 1), num_cpus()}):
+        if not budget.spent():
+            rate = _update_bytes_per_s(1000 if rows.TOY else 100_000_000, num_threads)
+            say(case="update on the host", num_threads=num_threads, bytes_per_s=rate)
+
+
+def _update_bytes_per_s(numel: int, num_threads: int) -> float:
+    """Bytes a second of torch's fused AdamW on the host, on a thread of its own, as the engine's."""
+
+    def best() -> float:
+        torch.set_num_threads(num_threads)
+        param = torch.nn.Parameter(torch.zeros(numel))
+        param.grad = torch.zeros(numel)
+        optimizer = torch.optim.AdamW([param], **rows.ADAMW, fused=True)
+        seconds = []
+        for _ in range(4):
+            began = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - began)
+        return UPDATE_BYTES * numel / min(seconds)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(best).result()
 
 
 def _measured(config: dict[str, Any], settings: Offload | None, micro: int) -> list[dict[str, Any]]:
@@ -91,7 +117,7 @@ def seven_billion(budget: rows.Budget, say: rows.Say) -> None:
             lambda: build_model("llama-7b", vocab_size=rows.VOCAB, seq_len=rows.SEQ_LEN, overrides=overrides)
         )
         flops = model.num_flops_per_token(rows.SEQ_LEN)
-        for record in _steps(model, rows.VOCAB, Offload(), micro, (1, 4)):
+        for record in _steps(model, rows.VOCAB, Offload(), micro, (1, 4, 16)):
             tokens_per_s = record["tokens"] / record["step_s"]
             rates = {"tokens_per_s": tokens_per_s, "flops_per_s": tokens_per_s * flops}
             say(case=case, micro_batch=micro, **record, **rates)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meanings import AXOLOTL, CONTESTANTS, KERNELS, LLMQ, LONG_MODEL, MEANS, SPELLED
+from meanings import AXOLOTL, CONTESTANTS, KERNELS, LLMQ, LONG_MODEL, MEANS, NEMO, SPELLED
 from quarter import ALONE, ROWS, read
 
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
@@ -255,6 +255,36 @@ def longest(found: Found) -> str | None:
     return None
 
 
+def away(num_micro: int) -> Callable[[Found], str | None]:
+    """A step with the optimizer on the host beside one with it on the device."""
+
+    def text(found: Found) -> str | None:
+        case = "qwen3-0.6b, optimizer on the {}"
+        here, there = (
+            found.of("offload", case=case.format(where), num_micro=num_micro) for where in ("device", "host")
+        )
+        if not here or not there:
+            return None
+        sizes = " and ".join(
+            f"{each[0]['step_s']:.2f} s, {each[0]['peak_bytes'] / 2**30:.2f} GiB" for each in (here, there)
+        )
+        return f"{sizes} with it on the host"
+
+    return text
+
+
+def seven_billion(found: Found) -> str | None:
+    """Steps of Llama 7B, by the number of micro-batches."""
+    records = found.of("offload 7b", case="llama-7b, optimizer on the host")
+    parts = [
+        f"{r['tokens']:,} tokens a step: {r['tokens_per_s']:,.0f} tokens/s, {r['flops_per_s'] / 1e12:.0f} TFLOP/s, "
+        f"{r['peak_bytes'] / 2**30:.1f} GiB"
+        for r in records
+        if "tokens_per_s" in r
+    ]
+    return "; ".join(parts) or None
+
+
 NORM, LOSS = "rms_norm 4096 x {} bfloat16", "linear_cross_entropy 8192 x {} bfloat16"
 LIGER = "Liger's own figures: forward 2,300 to 2,800 GB/s, backward 670 to 880; QuACK 3,010"
 LINES = (
@@ -297,8 +327,12 @@ LINES = (
     Line("device", "planned over measured time of a step", "0.90 to 1.10", times),
     *(Line("breakdown", f"{SPELLED[case]}, stage 1, one micro-batch of 16 rows and an update", "", kernels(case))
       for case in ("zero1, eager", "zero1, compile", "qwen2.5-0.5b")),
+    *(Line("offload", f"Qwen3-0.6B, {4096 * num_micro:,} tokens a step", f"NeMo-RL {NEMO}" if num_micro == 1 else "",
+           away(num_micro)) for num_micro in (1, 8)),
+    Line("offload 7b", "Llama 7B, recomputed, all of the optimizer on the host", "llmq 14,000 tokens/s; "
+         "MegaTrain 272 TFLOP/s", seven_billion),
     *(Line("long sequences", f"Qwen3-8B, adapters of rank 16, one sequence of {tokens:,} tokens", f"Axolotl {theirs}",
-           long_step(tokens)) for tokens, theirs in AXOLOTL.items()),
+           long_step(tokens), readme=tokens > 30_000) for tokens, theirs in AXOLOTL.items()),
     Line("long sequences", "the longest sequence, in the memory for which 65,536 tokens are planned", "the plan",
          longest),
 )  # fmt: skip

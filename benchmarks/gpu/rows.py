@@ -47,6 +47,7 @@ from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
 from zeroshard.models.base import materialize  # noqa: E402
+from zeroshard.process import num_cpus  # noqa: E402
 from zeroshard.zero import MixedPrecision, Zero  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -591,7 +592,7 @@ def device(budget: Budget, say: Say) -> None:
     """What the device reaches, as the file that ``zeroshard plan --gpu FILE`` reads."""
     from zeroshard.lab.bench import device as bench
 
-    report, calibration = bench.measured(1, [], 3 if ON_GPU else 1, DEVICE.type, 1)
+    report, calibration = bench.measured(1, [], 3 if ON_GPU else 1, DEVICE.type, num_cpus() if ON_GPU else 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "device.json")
         bench.write(report, calibration, path)
