@@ -15,6 +15,8 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
+PYTHON = sys.executable  # of the kernel
+
 
 class _HereManager(AsyncKernelManager):
     """A kernel of this interpreter, started without asking which are installed."""
@@ -22,7 +24,7 @@ class _HereManager(AsyncKernelManager):
     @property
     def kernel_spec(self) -> KernelSpec:
         """Of this interpreter."""
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        argv = [PYTHON, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 
+import forked
+
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 PATH = NOTEBOOKS / "zero.ipynb"
 NUM_EXERCISES = 6
@@ -33,7 +35,10 @@ def _script(name):
 
 
 def _execute(notebook):
-    return _script("execute").execute(notebook, NOTEBOOKS)
+    script = _script("execute")
+    forked.start_server()
+    script.PYTHON = forked.PYTHON
+    return script.execute(notebook, NOTEBOOKS)
 
 
 def _said(cell):

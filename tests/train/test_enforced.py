@@ -97,9 +97,9 @@ def _moving(**other):
     ("num_ranks", "given", "other"), [pytest.param(*each[:3], id=name, marks=each[3:]) for name, each in CASES.items()]
 )
 def test_a_run_is_held_to_what_it_sends(tiny_config, num_ranks, given, other):
-    config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=4, warmup_steps=1, **given)
+    config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1, **given)
     for status, contract in run_threads(lambda comm: _trained(comm, config, predict), num_ranks):
-        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 3)
+        assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
     elsewhere = config.model_copy(update={"out": f"{config.out}-other"})
     for status, contract in run_threads(lambda comm: _trained(comm, elsewhere, _moving(**other)), num_ranks):
         assert status == ExitStatus.CHECK_FAILED

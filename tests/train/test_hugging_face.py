@@ -40,7 +40,7 @@ from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.start import run_training
 
-NUM_STEPS, WORLD_SIZE = 5, 2
+NUM_STEPS, WORLD_SIZE = 3, 2
 CPU = torch.device("cpu")
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
@@ -74,13 +74,13 @@ def test_each_architecture_trains_at_each_stage_as_one_process_and_is_exported_w
     folder = hf_folder(kind)
     expected, logits, model = trained_by_transformers(folder)
     tokens = list(batches(NUM_STEPS))[-1][0]
-    saved = tmp_path / "step-00000005"
+    saved = tmp_path / "step-00000003"
 
     def rank_main(comm, stage):
         config = with_model_files(run_config(folder, f"zero{stage}"))
         losses, model, strategy = trained(comm, config, NUM_STEPS)
         if stage == 3:
-            checkpoint.save(saved, strategy, step=5, extra={"config": config.model_dump(mode="json")})
+            checkpoint.save(saved, strategy, step=NUM_STEPS, extra={"config": config.model_dump(mode="json")})
         with strategy.full_params(), torch.no_grad():
             return losses, model.eval()(tokens)
 

@@ -81,7 +81,9 @@ def _checkpoints(config, world_size):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("zero0", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("ddp", 1), ("zero1-torch", 1)]
+    ("strategy", "world_size"),
+    [("zero0", 2), ("zero3", 2), ("zero1-torch", 1)]
+    + [pytest.param(*each, marks=pytest.mark.soak) for each in (("zero1", 2), ("zero2", 2), ("ddp", 1))],
 )
 def test_updates_that_come_before_it_is_written_are_not_in_it(
     tiny_config, monkeypatch, tmp_path, process_group, strategy, world_size

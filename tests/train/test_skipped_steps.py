@@ -69,6 +69,7 @@ def steps_with_bad_numbers(comm, config, why):
     return records, states, dict(run.strategy.state_dict())
 
 
+@pytest.mark.pairwise("strategy")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("why", BAD)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(why, strategy, tiny_config, gloo_ranks):
@@ -117,7 +118,7 @@ def resumed_and_whole(comm, config, until):
     return whole[0] == resumed[0] and same_bits(whole[1], resumed[1]), whole[0]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp2", marks=pytest.mark.soak)])
 def test_a_resumed_run_goes_on_with_the_scale_and_the_schedule(strategy, tiny_config, gloo_ranks):
     config = tiny_config(strategy=strategy, dtype="float16", eval_interval=0, loss_scale_interval=3)
     for same, scaler in gloo_ranks(2).run(resumed_and_whole, config, 4):
