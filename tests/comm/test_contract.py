@@ -394,6 +394,7 @@ class TestEachCommunicator:
     def test_local(self, case, wrapper):
         _on_rank(LocalCommunicator(), case, wrapper)
 
+    @pytest.mark.pairwise("world_size", "wrapper")
     @pytest.mark.parametrize("wrapper", WRAPPERS)
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_threads(self, case, wrapper, world_size):
@@ -407,6 +408,7 @@ class TestEachCommunicator:
         _on_rank(NullCommunicator(world_size, rank), case, wrapper)
 
     @bare
+    @pytest.mark.pairwise("case")
     @pytest.mark.parametrize("world_size", [2, 3, *_soaking([1, 4])])
     def test_gloo(self, case, wrapper, world_size, gloo_ranks):
         gloo_ranks(world_size).run(_on_rank, case, wrapper)

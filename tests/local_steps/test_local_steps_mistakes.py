@@ -138,6 +138,7 @@ def test_a_scaler_may_skip_the_step_of_one_optimizer_of_two():
     assert scaler.get_scale() == 1.0
 
 
+@pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_steps", [2, 3], ids=["between outer steps", "at rest"])
 def test_gradients_of_global_weights_may_be_read_and_not_stepped_by(stage, num_steps):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from soak import soaking
 from zero.transport.test_reproducible import assert_same, train
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.kernels import adamw8bit, use_kernels
@@ -183,7 +184,7 @@ def alone():
 CLASSES = [(AdamW8bit, torch.float32), (FlashAdamW, torch.bfloat16), (MuonAdamW8bit, torch.float32)]
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("dtype", "stage")
 @pytest.mark.parametrize(("cls", "dtype"), CLASSES)
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -276,9 +277,12 @@ def test_weights_gradients_and_states_take_16_10_and_7_bytes_of_a_parameter(cls,
 # ------------------------------------------------------------------------- sums of gradients in another order
 
 
+STEPS = 20 if soaking() else 8
+
+
 def losses(cls, dtype, world_size, stage):
-    """Losses of 20 steps, whose gradients are summed as ranks happen to share them."""
-    rows = torch.randint(40, (20, 8, 2, 16), generator=torch.Generator().manual_seed(1))
+    """Losses of `STEPS`, whose gradients are summed as ranks happen to share them."""
+    rows = torch.randint(40, (STEPS, 8, 2, 16), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(2))
     start = nn.ModuleDict({"embed": nn.Embedding(40, 32), "blocks": blocks, "head": nn.Linear(32, 40)})
@@ -287,7 +291,7 @@ def losses(cls, dtype, world_size, stage):
         model, found = deepcopy(start).to(dtype), []
         zero = Zero(model, stage, [*model["blocks"]], comm)
         optimizer = zero.optimizer(cls, lr=0.01)
-        for step in range(20):
+        for step in range(STEPS):
             mine = rows[step, comm.rank :: comm.world_size].flatten(0, 1)
             x = model["embed"](mine)
             for block in model["blocks"]:

@@ -14,6 +14,7 @@ import hazards
 from fake_cuda import CUDA, guarded  # noqa: F401 -- a fixture
 from hazards import Hazard
 from sharded_optimizer.test_sharded_optimizer import Mixed, average, tokens
+from zero.offload.test_offload import same
 from zero.offload.test_races import Bus, Pages, tensors
 from zeroshard.comm import LocalCommunicator, run_threads, streams
 from zeroshard.errors import UserError
@@ -121,17 +122,6 @@ def _reloaded(comm, optim, cls, settings):
     return made
 
 
-def _same(a, b):
-    if isinstance(a, torch.Tensor):
-        bits = [each.reshape(-1).contiguous().view(torch.uint8) for each in (a, b)]
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a == b or (a != a and b != b)
-
-
 @pytest.mark.pairwise("place", "copies", "bucket_bytes")
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("copies", [False, True], ids=["in place", "as on a GPU"])
@@ -149,7 +139,7 @@ def test_the_bits_are_those_without_offloading(
     settings = {"offload": offload, "bucket_bytes": bucket_bytes}
     found = run_threads(lambda comm: _train(comm, optimizer, around, settings), world_size, timeout_s=120)
     for mine, theirs in zip(found, expected, strict=True):
-        assert _same(mine, theirs)
+        assert same(mine, theirs)
     gc.collect()
     assert not list(tmp_path.iterdir())
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from soak import soaking
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.state_formats.formats import FORMATS, STATES
 from zeroshard.state_formats.operands import FormattedStates
@@ -70,7 +71,8 @@ def test_bits_are_the_same_at_each_stage_and_number_of_ranks_and_with_offload(cl
     numels, num_moments = [p.numel() for p in NET.parameters()], 2 if cls is torch.optim.AdamW else 1
     kept = num_moments * kept_bytes(narrow, numels)
     assert held["optimizer"] == kept + held["steps"]
-    for world_size, stage in ((1, 3), (2, 0), (2, 1), (2, 3), (4, 2), (4, 3)):
+    others = ((1, 3), (2, 0), (2, 3), (4, 3)) if soaking() else ((2, 0), (2, 3))
+    for world_size, stage in ((2, 1), (4, 2), *others):
         run = lambda comm, stage=stage: trained(comm, stage, cls=cls, state_format=narrow)  # noqa: E731
         for found, _ in run_threads(run, world_size):
             assert_equal(found, expected)

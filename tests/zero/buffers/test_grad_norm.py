@@ -50,6 +50,7 @@ def test_clipping_scales_as_torch_does_and_only_down():
     assert all(grads.reduced.isnan().all() for grads in buffers)
 
 
+@pytest.mark.pairwise("norm_type")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
 def test_clipping_is_torchs_on_the_averaged_gradients(norm_type, max_norm):

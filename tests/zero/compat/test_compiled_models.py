@@ -114,6 +114,7 @@ def test_compiled_blocks_are_one_graph_without_a_break(stage, compiles, before, 
     assert breaks == 0
 
 
+@pytest.mark.pairwise("compiles")
 @pytest.mark.parametrize("compiles", [model, in_place])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_compiled_model_has_a_graph_for_the_blocks_and_for_each_layer_around_them(stage, compiles):

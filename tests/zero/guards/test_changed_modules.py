@@ -90,6 +90,7 @@ WORK = {
 
 
 @pytest.mark.filterwarnings("ignore:model. weights are read outside")  # register_parametrization tries it
+@pytest.mark.pairwise("name")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", WORK)
 def test_a_module_may_be_moved_shared_wrapped_or_deleted(name, stage, tmp_path):

@@ -42,6 +42,7 @@ def assert_same(found, expected):
             torch.testing.assert_close(found["state"][number][kind], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_full_state_is_the_unsharded_optimizers_and_goes_back_and_forth(stage, name):

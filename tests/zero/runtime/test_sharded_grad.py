@@ -77,6 +77,7 @@ def test_whatever_reads_it_gets_the_numbers_of_one_process(stage):
             assert_close(found, read(plain_net(world_size)))
 
 
+@pytest.mark.pairwise("norm_type", "foreach")
 @pytest.mark.parametrize(("norm_type", "foreach"), [(2.0, None), (1.0, False), (math.inf, True), (2.0, False)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_clipping_is_by_the_global_norm(stage, norm_type, foreach):
@@ -222,6 +223,7 @@ FORGET = {
 }
 
 
+@pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("waiting", [False, True], ids=["reduced", "not yet reduced"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_gradients_are_forgotten_in_every_form(stage, waiting):

@@ -83,6 +83,7 @@ def test_each_rank_writes_its_part_of_pieces_that_are_whole(monkeypatch):
         torch.testing.assert_close(full, on_cpu.full[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
+@pytest.mark.pairwise("wrote", "reads")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("wrote", "reads"),

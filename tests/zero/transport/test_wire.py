@@ -54,7 +54,7 @@ def _ways_to_send():
 ACCUMULATE = (None, "local", "sharded")
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("accumulate", "is_late")
 @pytest.mark.parametrize(("wire", "world_size", "shard_size", "accumulate", "is_late"), list(_ways_to_send()))
 def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, accumulate, is_late):
     settings = {"num_micro": 1 if accumulate is None else 2, "accumulate": accumulate, "shard_size": shard_size}
