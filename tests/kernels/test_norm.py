@@ -96,13 +96,13 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("width", [128, 200])
-def test_rows_too_wide_to_be_held(operation, width, triton, random, monkeypatch):
+@pytest.mark.parametrize(("width", "dtypes"), [(128, (torch.float32,)), (200, (torch.bfloat16, torch.float64))])
+def test_rows_too_wide_to_be_held(operation, width, dtypes, triton, random, monkeypatch):
     """Strips that are full and not, at a hundredth of the width that they begin at."""
     for name in ("HELD", "STRIP"):
         monkeypatch.setattr(norm_kernels, name, 64)
     monkeypatch.setattr(norm_kernels, "PART_BYTES", 5 * width * 4 * 2)  # a part of 5 fp32 rows, another of 2
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for dtype in dtypes:
         compare(operation, *drawn(operation, random, (7, width), dtype))
 
 

@@ -118,7 +118,7 @@ def test_a_dry_run_holds_on_the_host_what_was_planned(stage, state):
 
 @pytest.mark.parametrize("state", ["all", "disk-all"])
 def test_a_dry_run_of_one_rank_frees_weights_as_planned(state):
-    model = {"name": "llama-tiny", "n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    model = {"name": "llama-tiny", "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
     settings = {"gpus": 1, "seq_len": 16, "micro_batch": 2, "dtype": "bfloat16"}
     peaks = {}
     for stage in "23":
@@ -153,6 +153,7 @@ def test_a_plan_of_one_gpu_has_a_row_of_streamed_weights(tmp_path):
     assert [row["stage"] for row in rows] == [0]  # the others are the same
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("state", ["all", "disk-all"])
 @pytest.mark.parametrize("stage", "0123")

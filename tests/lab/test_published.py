@@ -11,7 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "claims"
 # Of each set the cases that a processor plans in some seconds: every so many, the first included.
-EVERY = {"calibration": 12, "validation": 6}
+EVERY = {"calibration": 20, "validation": 10}
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,8 @@ def published():
     sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
+        found, outcome_of = {}, module.outcome_of  # tests look at different sides of one case
+        module.outcome_of = lambda case: found.get(repr(case)) or found.setdefault(repr(case), outcome_of(case))
         yield module
     finally:
         del sys.modules[spec.name]
@@ -46,7 +48,7 @@ def test_a_source_is_for_calibration_or_for_validation_and_says_where_it_was_rea
     ("kind", "median", "within_15_percent"), [("calibration", 0.05, 0.85), ("validation", 0.08, 0.8)]
 )
 def test_predicted_speeds_are_those_that_were_published(published, kind, median, within_15_percent):
-    """Of the validation set, whose median is 0.96, there are seven here."""
+    """Of the validation set, whose median is 0.96, there are a few here."""
     cases = [case for case in published.read_cases() if case.set == kind and case.tokens_per_s][:: EVERY[kind]]
     ratios = [published.outcome_of(case).speed_ratio for case in cases]
     assert statistics.median(ratios) == pytest.approx(1.0, abs=median)
