@@ -61,14 +61,14 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     out, _ = rehearsal
     compared = [record for record in _records(out) if "same" in record]
     assert [record for record in compared if not record["same"]] == []
-    assert len([record for record in compared if record["row"] == "right"]) == 14
+    assert len([record for record in compared if record["row"] == "right"]) == 16
     operations = {"layer_norm", "rms_norm", "rope", "swiglu", "cross_entropy", "linear_cross_entropy", "adamw"}
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
 @pytest.mark.usefixtures("_gpu_modules")
 def test_plans_are_near_what_a_gpu_measured(tmp_path):
-    """Peaks within 3 % and steps within 10 %, planned anew on this CPU for each committed case."""
+    """Peaks within 3 % and steps within 15 %, planned anew on this CPU for each committed case."""
     from page import Found
 
     results = tmp_path / "results.jsonl"
@@ -86,10 +86,10 @@ def test_plans_are_near_what_a_gpu_measured(tmp_path):
     near = [abs(asked[case] / planned[case] - 1) < 1e-4 for case in asked if case[3] > 1]
     assert (all(near), len(near)) == (True, 16)
     steps = {r["case"]: r["planned_s"] for r in records if "planned_s" in r}
-    assert len(steps) == 4
-    for case, step_s in steps.items():
+    assert len(steps) == 7
+    for case, step_s in steps.items():  # two rounds of a step of Qwen2.5-0.5B are 9 % apart
         measured = statistics.median(r["step_s"] for r in records if r.get("case") == case and "step_s" in r)
-        assert 0.9 <= step_s / measured <= 1.1, case
+        assert 0.85 <= step_s / measured <= 1.15, case
 
 
 def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehearsal, tmp_path):
@@ -116,11 +116,11 @@ def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehears
     assert len(planned) == 4
     page = (tmp_path / "gpu.md").read_text()
     assert "no figure claims anything" in page
-    assert "| 14 of 14 |" in page
+    assert "| 16 of 16 |" in page
     assert "| planned 48 tokens for a card of 0.0 GiB; it took 64 tokens |" in page
     assert "not measured" in page
-    assert "| 14 of 14 |" in readme.read_text()
-    readme.write_text(readme.read_text().replace("14 of 14", "15 of 14"))
+    assert "| 16 of 16 |" in readme.read_text()
+    readme.write_text(readme.read_text().replace("16 of 16", "17 of 16"))
     stale = _run(*words, "--check")
     assert (stale.returncode, "run it" in stale.stderr) == (3, True)
 

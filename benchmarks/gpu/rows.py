@@ -355,7 +355,7 @@ def qwen(budget: Budget, say: Say) -> None:
                 say(case=name, micro_batch=micro, out_of_memory=True)
                 cleared()
                 continue
-            for index in range(1 if TOY else 2):
+            for index in range(1 if TOY else 3):
                 _timed_step(say, step, name, index, flops, micro)
             del step
             cleared()
