@@ -84,7 +84,7 @@ def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_
     tmp_path, caplog, cls, dtype, other, to
 ):
     path = str(tmp_path / "saved")
-    weights, saved = run(4, 3, cls, dtype, steps=3, path=path)
+    weights, saved = run(4, 3, cls, dtype, steps=2, path=path)
     with caplog.at_level(logging.WARNING, "zeroshard.checkpoint"):
         found, loaded = run(2, 1, other, to, load=path)
     (line,) = caplog.messages
@@ -131,12 +131,13 @@ def test_a_checkpoint_in_8_bits_is_read_as_it_is_by_its_own_class(tmp_path, capl
         assert all(torch.equal(own[kind], value) for kind, value in state.items())
 
 
+@pytest.mark.pairwise("cls")
 @pytest.mark.parametrize("how", ["checkpoint", "state dict"])
 @pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, FP32), (FlashAdamW, BF16), (MuonAdamW8bit, FP32)])
 @pytest.mark.parametrize(("before", "after"), [(64, 256), (1024, 256)])
 def test_codes_of_other_blocks_are_encoded_in_the_optimizer_s_own(tmp_path, caplog, cls, dtype, before, after, how):
     path = str(tmp_path / "saved")
-    weights, saved = run(4, 3, cls, dtype, steps=3, path=path, block=before)
+    weights, saved = run(4, 3, cls, dtype, steps=2, path=path, block=before)
     given = {"load": path} if how == "checkpoint" else {"state_dict": saved}
     found, loaded = run(2, 1, cls, dtype, block=after, **given)
     assert {group["block"] for group in loaded["param_groups"]} == {after}

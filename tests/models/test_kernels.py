@@ -46,6 +46,7 @@ def assert_close(got, wanted, rtol):
 
 
 @needs_triton
+@pytest.mark.pairwise("recompute")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_loss_and_gradients_are_those_of_the_reference(config, batch, recompute):
     config = replace(config, activation_checkpointing=recompute)
@@ -74,6 +75,7 @@ def test_under_autocast_the_products_are_narrow_and_gradients_are_not(config, ba
 @needs_triton
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # torch's compiler looks at the block's input
+@pytest.mark.parametrize("config", ["llama", pytest.param("gpt2", marks=pytest.mark.soak)], indirect=True)
 def test_a_compiled_block_is_one_graph_with_our_kernels_in_it(config, batch):
     torch.compiler.reset()
     got = loss_and_grads(config, batch, "triton", compiled=True)
