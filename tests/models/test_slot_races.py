@@ -55,6 +55,7 @@ def _train(monkeypatch, num_blocks, num_forwards=1, *, evaluates=False):
     return {name for name, stream in device._streams.items() if stream.clock[name]}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("num_forwards", [1, 2])
 @pytest.mark.parametrize("num_blocks", range(1, 9))

@@ -167,7 +167,7 @@ def _module(path: str) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Taken over by the tests' conftest."""
-    parser.addoption("--exits", type=int, default=5, help="how often four ranks are started and ended (default: 5)")
+    parser.addoption("--exits", type=int, default=2, help="how often four ranks are started and ended (default: 2)")
     parser.addoption("--kills", type=int, default=1, help="how often a run is killed and goes on (default: 1)")
 
 

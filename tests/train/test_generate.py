@@ -92,7 +92,7 @@ def test_a_prompt_without_tokens_is_refused(model):
         list(sample(model, torch.tensor([], dtype=torch.int64), 1))
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_a_trained_run_writes_what_it_learned(text_config, capsys, tmp_path, strategy):
     config = text_config(strategy=strategy, max_steps=60, lr=0.02, eval_interval=0)
     run_training(config)
