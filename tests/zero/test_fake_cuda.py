@@ -17,7 +17,7 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("stage", "num_micro")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("stage", "shard_size", "reproducible"),

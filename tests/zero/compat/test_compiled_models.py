@@ -100,7 +100,7 @@ def same(found, expected):
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise("compiles", "before")
 @pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
 @pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
 @pytest.mark.parametrize("compiles", [forwards, blocks])
