@@ -16,8 +16,10 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration
 from zeroshard.lab.predict.offload import (
     ADAM_BYTES,
+    OF_A_GATHER,
     UnitTimes,
     exposed_s,
+    gathers_s,
     hidden_units,
     host_rates,
     least_away,
@@ -75,6 +77,23 @@ def test_a_forward_reads_weights_from_the_file_only_where_it_comes_long_after_th
     assert found(3, 1) == (0, 0)  # it waits for each update
     assert found(0.75, 9) == (3, 3)  # for the first alone
     assert found(1.0, 1.75) == (2, 3)  # the second comes before a slot has another unit
+
+
+def test_weights_are_read_from_the_file_while_the_unit_before_computes():
+    units = [replace(unit, gather_s=3.0) for unit in _units([1, 2, 4, 9], [0.5] * 4)]
+    ends = [
+        0.0,
+        2.0,
+        6.0,
+        14.0,
+    ]  # of each unit in backward, counted from its end: they take 2, 4 and 8, the last as well
+    units = [replace(unit, left_s=left) for unit, left in zip(units, ends, strict=True)]
+    assert gathers_s(units, backward=False) == pytest.approx(3 + (3 - 1) + (3 - 2) + 3 * OF_A_GATHER)
+    assert gathers_s(units, backward=True) == pytest.approx(3 + 3 * OF_A_GATHER + 3 * OF_A_GATHER + 3 * OF_A_GATHER)
+    slow = [replace(unit, gather_s=7.0) for unit in units]
+    assert gathers_s(slow, backward=True) == pytest.approx(7 + 7 * OF_A_GATHER + 7 * OF_A_GATHER + (7 - 4))
+    assert gathers_s(units[:1], backward=True) == 3
+    assert gathers_s([], backward=False) == 0
 
 
 def test_the_units_that_are_used_first_stay_and_the_others_cost_nothing():

@@ -141,7 +141,8 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
     for name, amount, call in conversions.cases(device):
         add(name, (amount, call))
     calls_of_disk: dict[str, Callable[[], float]] = {}
-    for name, case in disks.cases(Path(disk).expanduser(), rank) if disk else ():
+    computes = device.type == "cpu"
+    for name, case in disks.cases(Path(disk).expanduser(), rank, computes=computes) if disk else ():
         add(name, case)
         calls_of_disk[name] = calls.pop(name)
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}

@@ -5,13 +5,16 @@
     disk write    gradients, as backward leaves them
     disk gather   master weights, as gathers of backward read them in the file, beside those gradients
 
+On a CPU the first two run beside computation, as in a step: a virtual disk's work is done by the cores that compute.
 Past the page cache where the file system allows it (``O_DIRECT``), except for what gathers read. The file is larger
 than what a disk, or the host of a virtual one, has in a cache of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,8 +30,8 @@ class _Unit:
     """A key of the file."""
 
 
-def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[[], object]]]]:
-    """Yield the name of each case, the bytes of a call, and the call.
+def cases(folder: Path, rank: int, *, computes: bool) -> Iterator[tuple[str, tuple[float, Callable[[], object]]]]:
+    """Yield the name of each case, the bytes of a call, and the call; ``computes``: what it runs beside.
 
     Raises:
         UserError: the folder cannot be made or written, another run uses it, or the disk has no room.
@@ -40,11 +43,12 @@ def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[
     views = [file.add(unit, [values])[0] for unit in units]
 
     def walk() -> None:
-        file.expect(units)
-        for unit in units:
-            file.read(unit)
-            file.write(unit)
-        file.settle()
+        with _computation(computes):
+            file.expect(units)
+            for unit in units:
+                file.read(unit)
+                file.write(unit)
+            file.settle()
 
     yield "disk walk", (num_bytes, walk)
     inputs, slots = [_Unit() for _ in range(NUM_UNITS)], GradSlots(file, Staging(None))
@@ -62,7 +66,34 @@ def cases(folder: Path, rank: int) -> Iterator[tuple[str, tuple[float, Callable[
         _finish(landings)
 
     yield "disk gather", (num_bytes, gather)
-    yield "disk write", (num_bytes, lambda: _finish([slots.send(unit, values) for unit in inputs]))
+
+    def write() -> None:
+        with _computation(computes):
+            _finish([slots.send(unit, values) for unit in inputs])
+
+    yield "disk write", (num_bytes, write)
+
+
+@contextmanager
+def _computation(wanted: bool) -> Generator[None]:
+    """Matrices are multiplied on a thread of this rank meanwhile, if that is ``wanted``."""
+    over = threading.Event()
+
+    def multiply() -> None:
+        rows = torch.zeros(256, 512)
+        weights = torch.zeros(512, 512)
+        while not over.is_set():
+            rows @ weights
+
+    thread = threading.Thread(target=multiply, name="zeroshard-computes")
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if wanted:
+            thread.join()
 
 
 def _finish(landings: list[Landing]) -> None:

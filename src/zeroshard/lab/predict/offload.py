@@ -27,6 +27,7 @@ https://arxiv.org/abs/2101.06840, table 4), and the bus is PCIe of its generatio
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from zeroshard.zero import Offload
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.staging import NUM_SLOTS, NUM_SLOTS_DOWN, locked_slot_bytes
 
+OF_A_GATHER = 1 / 3  # of the seconds of a gather from the file: to ask for the pages, and to copy them (docs/log.md)
 ADAM_BYTES = 28  # of an fp32 element: read gradient, weight and two states; written all but the gradient
 NODE_UPDATE_BYTES_PER_S = 4.5e9 * ADAM_BYTES
 _BUSES = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3", "xgmi2": "pcie4"}
@@ -129,6 +131,21 @@ def read_again_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> flo
         exposed = max(exposed, up - before)
         seconds += unit.gather_s if before + exposed > up + unit.disk_s else 0.0
     return seconds
+
+
+def gathers_s(units: Sequence[UnitTimes], *, backward: bool) -> float:
+    """Seconds for which a forward, or a ``backward``, waits for weights that its gathers read from the file.
+
+    Each is read while the unit that was gathered before it computes; `OF_A_GATHER` of it is left for the gather itself.
+    """
+    order = units[::-1] if backward else units
+    begins = [unit.left_s if backward else -unit.before_s for unit in order]
+    spans = [first - second for first, second in itertools.pairwise(begins)]
+    # A backward's unit computes before it is left, a forward's after it was begun; of the first one that is not known.
+    beside = [0.0, *spans[:1], *spans] if backward else [0.0, *spans]
+    return sum(
+        max(unit.gather_s - other, unit.gather_s * OF_A_GATHER) for unit, other in zip(order, beside, strict=False)
+    )
 
 
 def _updated(units: Sequence[UnitTimes]) -> Iterator[tuple[UnitTimes, float, float]]:
@@ -257,9 +274,9 @@ def waiting_s(
     """Seconds for which a step waits for the state that ``offload`` takes off the device.
 
     Weights that are streamed, frozen ones in ``frozen_s``, cross the bus once more for each forward and each backward
-    of the step, which hides as much of that as it lasts. Weights that gathers read from the file are read by the thread
-    that computes: for the forward and the backward of each of ``num_micro`` micro-batches, but for the first forward
-    only where it comes after the updates: `read_again_s`.
+    of the step, which hides as much of that as it lasts. Gathers read weights from the file for the forward and the
+    backward of each of ``num_micro`` micro-batches: `gathers_s`; for the first forward only where it comes after the
+    updates: `read_again_s`.
     """
     away = buffers_away(buffers, offload)
     units = {buffer.unit for buffer in buffers if buffer.name in away}
@@ -267,7 +284,8 @@ def waiting_s(
     same_cores = device.device_type == "cpu"
     seconds = exposed_s(here, same_cores=same_cores)
     if offload.weights == "disk":
-        seconds += (2 * num_micro - 1) * sum(unit.gather_s for unit in here) + read_again_s(here, same_cores=same_cores)
+        seconds += read_again_s(here, same_cores=same_cores)
+        seconds += num_micro * gathers_s(here, backward=True) + (num_micro - 1) * gathers_s(here, backward=False)
     streamed_s = frozen_s + (sum(unit.up_s for unit in here) if offload.weights == "host" else 0.0)
     if streamed_s:
         passes = unit_seconds(trace, device)
