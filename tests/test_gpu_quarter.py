@@ -66,9 +66,13 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
+# Planned over measured steps that are not within 10 %; the two rounds of the first were 9 % apart.
+MISSED = {"qwen2.5-0.5b": 0.882, "qwen3-8b, 32768 tokens": 1.122}
+
+
 @pytest.mark.usefixtures("_gpu_modules")
 def test_plans_are_near_what_a_gpu_measured(tmp_path):
-    """Peaks within 3 % and steps within 15 %, planned anew on this CPU for each committed case."""
+    """Peaks within 3 % and steps within 10 %, planned anew on this CPU for each committed case, but for `MISSED`."""
     from page import Found
 
     results = tmp_path / "results.jsonl"
@@ -87,9 +91,13 @@ def test_plans_are_near_what_a_gpu_measured(tmp_path):
     assert (all(near), len(near)) == (True, 16)
     steps = {r["case"]: r["planned_s"] for r in records if "planned_s" in r}
     assert len(steps) == 7
-    for case, step_s in steps.items():  # two rounds of a step of Qwen2.5-0.5B are 9 % apart
+    ratios = {}
+    for case, step_s in steps.items():
         measured = statistics.median(r["step_s"] for r in records if r.get("case") == case and "step_s" in r)
-        assert 0.85 <= step_s / measured <= 1.15, case
+        ratios[case] = step_s / measured
+    assert {case: ratio for case, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == pytest.approx(
+        MISSED, abs=0.005
+    )
 
 
 def test_peaks_are_the_planned_ones_and_the_page_shows_what_was_measured(rehearsal, tmp_path):

@@ -114,11 +114,11 @@ def test_any_other_failure_leaves_no_rank_waiting():
 
 def test_a_rank_zero_that_works_for_long_is_not_taken_for_lost(monkeypatch):
     monkeypatch.setattr(agree, "STILL_AT_IT_S", 0.01)
-    heard = threading.Semaphore(0)
+    heard, arrived = threading.Semaphore(0), []
 
     def rank_main(comm):
         if comm.rank == 0:
-            first_rank_does(comm, lambda: [heard.acquire(timeout=600) for _ in range(3)])
+            first_rank_does(comm, lambda: arrived.extend(heard.acquire(timeout=600) for _ in range(3)))
             return
         all_reduce = comm.all_reduce
 
@@ -130,6 +130,7 @@ def test_a_rank_zero_that_works_for_long_is_not_taken_for_lost(monkeypatch):
         first_rank_does(comm, lambda: None)
 
     run_threads(rank_main, 2)
+    assert arrived == [True] * 3
 
 
 def test_a_disk_that_fails_on_rank_zero_is_told_there_alone():

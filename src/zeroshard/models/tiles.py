@@ -228,6 +228,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Recompute each tile with a graph, and add its gradients to those of the tiles before it, in their order."""
         tiling, trained = ctx.tiling, ctx.trained
         inputs = tiling.kept.saved_tensors
         wanted = ctx.needs_input_grad[3:]

@@ -1,5 +1,6 @@
 import gc
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.wire_formats import FORMATS
 from zeroshard.zero import STAGES
+from zeroshard.zero.offload.disk import DiskStates
 
 
 def test_a_constant_and_a_rate_are_fitted_to_sizes_and_noise_does_not_bend_the_fit():
@@ -94,6 +96,26 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     del content["device"]["conversions"]  # as earlier versions wrote it
     (tmp_path / "old.json").write_text(json.dumps(content))
     assert read_calibration(tmp_path / "old.json").device == replace(calibration.device, conversions={})
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_file_is_walked_and_gradients_are_written_beside_computation_where_that_is_wanted(
+    computes, tmp_path, monkeypatch
+):
+    found, read, send = [], DiskStates.read, disk.GradSlots.send
+
+    def told(call):
+        names = lambda: [thread.name for thread in threading.enumerate()]  # noqa: E731
+        return lambda *args: (found.append("zeroshard-computes" in names()), call(*args))[1]
+
+    monkeypatch.setattr(disk, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(DiskStates, "read", told(read))
+    monkeypatch.setattr(disk.GradSlots, "send", told(send))
+    for name, (_, call) in disk.cases(tmp_path / "disk", 0, computes=computes):
+        found.clear()
+        call()
+        assert set(found) == {computes and name != "disk gather"}, name
+    assert "zeroshard-computes" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_quantising_has_a_time_for_a_call_and_for_an_element():
