@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import resource
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ class Cudart:
     """CUDA's runtime, as far as it locks pages; fails with ``status``."""
 
     def __init__(self):
-        self.status, self.locked = 0, {}
+        self.status, self.locked, self.waited = 0, {}, []
 
     def cudaHostRegister(self, address, num_bytes, flags):
         if not self.status:
@@ -41,6 +42,7 @@ def cudart(monkeypatch):
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: cudart.waited.append(list(cudart.locked)))
     monkeypatch.setattr(host_memory, "node_of", lambda device: None)
     return cudart
 
@@ -73,6 +75,32 @@ def test_tensors_outlive_a_slab_that_is_closed():
 def test_a_slab_of_nothing_is_no_error(cudart):
     assert Slab(0, device=GPU, pinned=True).take(0, torch.float32).numel() == 0
     assert not cudart.locked
+
+
+def test_pages_stay_locked_as_long_as_any_tensor_in_them_though_nobody_keeps_the_slab(cudart):
+    taken = Slab(5000, device=GPU, pinned=True).take(1000, torch.float32)
+    views = list(taken.fill_(3.0).split(500))
+    del taken
+    gc.collect()
+    assert cudart.locked == {views[0].data_ptr(): 5000}
+    del views[0]
+    gc.collect()
+    assert len(cudart.locked) == 1
+    assert not cudart.waited
+    assert views[0].tolist() == [3.0] * 500
+    del views
+    gc.collect()
+    assert not cudart.locked
+    assert [len(locked) for locked in cudart.waited] == [1]  # a copy may be under way when the last tensor goes
+
+
+def test_a_fork_does_not_unlock_what_the_process_before_it_has_locked(cudart, monkeypatch):
+    taken = Slab(5000, device=GPU, pinned=True).take(1000, torch.float32)
+    pid = os.getpid()
+    monkeypatch.setattr(slab.os, "getpid", lambda: pid + 1)
+    del taken
+    gc.collect()
+    assert len(cudart.locked) == 1
 
 
 def test_what_crosses_the_bus_is_locked_until_the_slab_is_closed_or_collected(cudart):

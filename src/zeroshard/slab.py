@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import resource
 import weakref
 from contextlib import suppress
@@ -36,8 +37,8 @@ def room(num_bytes: int) -> int:
 class Slab:
     """Host memory of exactly ``num_bytes``, from which tensors are taken; all zeros at first.
 
-    It is given back by `close`, or when the slab is collected; tensors that are still used then stay valid, in pages
-    that are not locked any more.
+    It is given back by `close`, or with the last tensor in it, so nobody has to keep the slab itself. Tensors that are
+    still used after `close` stay valid, in pages that are not locked any more.
 
     Args:
         num_bytes: its size, the sum of `room` over the tensors that will be taken.
@@ -56,15 +57,16 @@ class Slab:
             pages = anonymous_pages(max(num_bytes, 1))
         except OSError as error:
             raise _too_large(num_bytes, error.strerror or str(error)) from None
-        self._bytes: Tensor | None = torch.frombuffer(pages, dtype=torch.uint8)
+        # Each tensor in it keeps `shown` alive, and that the mapping: they end with the last tensor, in this order.
+        shown = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
+        self._bytes: Tensor | None = torch.frombuffer(shown, dtype=torch.uint8)
         address = self._bytes.data_ptr()
         with host_memory.on_node(host_memory.node_of(device)):
             if device.type == "cuda":  # on the CPU pages come with their first use, by the thread that uses them
                 ctypes.memset(address, 0, num_bytes)
             if self.is_pinned:
                 _lock(address, num_bytes, device)
-        # Pages that are locked stay mapped until they are unlocked; others are unmapped with the last tensor in them.
-        self._unlock = weakref.finalize(self, _unlock, address, pages) if self.is_pinned else None
+        self._unlock = weakref.finalize(shown, _unlock, address, device, os.getpid()) if self.is_pinned else None
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next ``numel`` elements, ``[numel]``, aligned to `ALIGNMENT_BYTES`."""
@@ -130,9 +132,14 @@ def _lock(address: int, num_bytes: int, device: torch.device) -> None:
     )
 
 
-def _unlock(address: int, _pages: mmap.mmap) -> None:
+def _unlock(address: int, device: torch.device, process: int) -> None:
+    """Unlock pages, before they are unmapped, on whichever thread has let go of the last tensor in them."""
+    if os.getpid() != process:  # a fork has the pages, and no CUDA
+        return
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(address)
+    with torch.cuda.device(device):  # another thread's device may be one that this rank does not use
+        torch.cuda.synchronize()  # a copy may be under way
+        cudart.cudaHostUnregister(address)
 
 
 def _gib(num_bytes: int) -> str:
