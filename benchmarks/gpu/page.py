@@ -329,7 +329,7 @@ LINES = (
       for case in ("zero1, eager", "zero1, compile", "qwen2.5-0.5b")),
     *(Line("offload", f"Qwen3-0.6B, {4096 * num_micro:,} tokens a step", f"NeMo-RL {NEMO}" if num_micro == 1 else "",
            away(num_micro)) for num_micro in (1, 8)),
-    Line("offload 7b", "Llama 7B, recomputed, all of the optimizer on the host", "llmq 14,000 tokens/s; "
+    Line("offload 7b", "Llama 7B, all of the optimizer on the host", "llmq 14,000 tokens/s; "
          "MegaTrain 272 TFLOP/s", seven_billion),
     *(Line("long sequences", f"Qwen3-8B, adapters of rank 16, one sequence of {tokens:,} tokens", f"Axolotl {theirs}",
            long_step(tokens), readme=tokens > 30_000) for tokens, theirs in AXOLOTL.items()),

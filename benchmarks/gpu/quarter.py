@@ -72,7 +72,7 @@ ROWS = (
 )
 # Each for a command of its own, by ``--only``: most of its time; the first one needs 108 GB of host memory.
 ALONE = (
-    Row("offload 7b", 140, 240, "tokens/s of Llama 7B on one GPU, the optimizer's state on the host"),
+    Row("offload 7b", 110, 240, "tokens/s of Llama 7B on one GPU, the optimizer's state on the host"),
     Row("long sequences", 220, 400, "adapters of Qwen3-8B's shape at 16k and 32k tokens, and the longest that fits"),
 )
 # What a rehearsal adds: each must lose itself alone. The killed one dies as by the system's out-of-memory killer.
