@@ -91,8 +91,10 @@ def prepare(case: Case, contestant: str, mode: str, sets: list[list[Tensor]]) ->
     return [one(tensors) for tensors in sets]
 
 
-def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable[[], float], bool]:
-    """A function that measures seconds per call, and whether the calls could be captured in a CUDA graph."""
+def timer(
+    functions: list[Callable[[], object]], min_s: float, *, captures: bool = True
+) -> tuple[Callable[[], float], bool]:
+    """A function that measures seconds per call, and whether the calls were captured in a CUDA graph."""
 
     def run() -> None:
         for function in functions:
@@ -109,15 +111,16 @@ def timer(functions: list[Callable[[], object]], min_s: float) -> tuple[Callable
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    captured = True
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, stream=STREAM):
-            run()
-        go = graph.replay
-    except RuntimeError:  # a call that waits for the device cannot be captured
-        torch.cuda.synchronize()
-        go, captured = run, False
+    captured, go = captures, run
+    if captures:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=STREAM):
+                run()
+            go = graph.replay
+        except RuntimeError:  # a call that waits for the device cannot be captured
+            torch.cuda.synchronize()
+            captured = False
 
     def on_device() -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -95,6 +95,16 @@ def beside_fp32_states(found: Found) -> str:
     )
 
 
+def beside_bitsandbytes(found: Found) -> str:
+    """How long an update with 8-bit states takes beside that of bitsandbytes."""
+    ours, theirs = (
+        found.median("bitsandbytes", "seconds", case=case, numel=124_000_000) for case in ("adamw8bit", "bitsandbytes")
+    )
+    if not ours or not theirs:
+        return ""
+    return f"Ours takes {ours / theirs:.2f} of its time, and its blocks belong to the parameter."
+
+
 def of_host(found: Found) -> str:
     """How long a step waits for the host's update."""
     steps = {
@@ -121,11 +131,11 @@ def of_seven_billion(found: Found) -> str:
     micro_s = (many["step_s"] - few["step_s"]) / (many["num_micro"] - few["num_micro"])
     rest_s = few["step_s"] - few["num_micro"] * micro_s
     text = (
-        f"A micro-batch of {few['tokens']:,} tokens takes {micro_s:.2f} s, and the step waits {rest_s:.1f} s for the "
+        f"A micro-batch of {few['tokens'] // few['num_micro']:,} tokens takes {micro_s:.2f} s, and the step waits {rest_s:.1f} s for the "
         "host's update once."
     )
     behind = many["tokens_per_s"] < 14_000
-    return text + (f" **We lose** to llmq by {14_000 / many['tokens_per_s']:.1f} times at this step." if behind else "")
+    return text + (f" **We lose** to llmq, {many['tokens_per_s'] / 14_000:.2f} of its tokens/s." if behind else "")
 
 
 def host_bound(found: Found) -> str:
@@ -160,6 +170,7 @@ MEANS: dict[str, Callable[[Found], str]] = {
     "norms": lambda found: fastest("norms", found),
     "adamw": saved_by_adamw,
     "adamw8bit": beside_fp32_states,
+    "bitsandbytes": beside_bitsandbytes,
     "loss": lambda found: "A large vocabulary needs a fraction of the memory. " + fastest("loss", found),
     "memory": lambda found: "`zeroshard plan` says before you rent a GPU whether a model fits it; " + in_blocks(found),
     "overlap": host_bound,

@@ -156,14 +156,14 @@ def beside_torch(numel: int, our_case: str, their_case: str) -> Callable[[Found]
     return text
 
 
-def low_bit(numel: int) -> Callable[[Found], str | None]:
+def low_bit(numel: int, row: str = "adamw8bit") -> Callable[[Found], str | None]:
     """Times and rates of updates with 8-bit states."""
 
     def text(found: Found) -> str | None:
         parts = []
         for case in ("adamw8bit", "flash-adamw", "adamw8bit, many", "bitsandbytes", "torch fused"):
             seconds, rate = (
-                found.median("adamw8bit", key, case=case, numel=numel) for key in ("seconds", "bytes_per_s")
+                found.median(row, key, case=case, numel=numel) for key in ("seconds", "bytes_per_s")
             )
             if seconds is not None and rate is not None:
                 parts.append(f"{case} {ms(seconds)} ({rate / 1e12:.2f} TB/s)")
@@ -310,6 +310,7 @@ LINES = (
     Line("adamw8bit", "AdamW with 8-bit states, 124 M parameters", "torch's fused, fp32 states",
          low_bit(124_000_000)),
     Line("adamw8bit", "AdamW with 8-bit states, 774 M", "torch's fused, fp32 states", low_bit(774_000_000)),
+    Line("bitsandbytes", "AdamW with 8-bit states, 124 M parameters", "", low_bit(124_000_000, "bitsandbytes")),
     Line("loss", "cross-entropy alone, 8192 tokens x 131,072 words", "Liger 2.97 ms",
          kernel("loss", "cross_entropy 8192 x 131072 bfloat16", "both")),
     Line("loss", "linear layer and loss, 8192 tokens x 768 x 50,257", "",
@@ -328,7 +329,7 @@ LINES = (
     *(Line("breakdown", f"{SPELLED[case]}, stage 1, one micro-batch of 16 rows and an update", "", kernels(case))
       for case in ("zero1, eager", "zero1, compile", "qwen2.5-0.5b")),
     *(Line("offload", f"Qwen3-0.6B, {4096 * num_micro:,} tokens a step", f"NeMo-RL {NEMO}" if num_micro == 1 else "",
-           away(num_micro)) for num_micro in (1, 8)),
+           away(num_micro), readme=num_micro == 1) for num_micro in (1, 8)),
     Line("offload 7b", "Llama 7B, all of the optimizer on the host", "llmq 14,000 tokens/s; "
          "MegaTrain 272 TFLOP/s", seven_billion),
     *(Line("long sequences", f"Qwen3-8B, adapters of rank 16, one sequence of {tokens:,} tokens", f"Axolotl {theirs}",

@@ -59,7 +59,7 @@ ROWS = (
     Row("gpt2-124m", 115, 210, "tokens/s and MFU: plain loop, ours at stage 1, FSDP2; eager and compiled"),
     Row("norms", 40, 90, "GB/s of RMSNorm and LayerNorm beside eager and torch.compile"),
     Row("adamw", 10, 40, "our AdamW with clipping beside torch's fused one"),
-    Row("adamw8bit", 15, 40, "AdamW with 8-bit states beside torch's fused AdamW and bitsandbytes"),
+    Row("adamw8bit", 15, 40, "AdamW with 8-bit states beside torch's fused AdamW"),
     Row("loss", 20, 60, "linear layer and cross-entropy: time and peak memory beside eager"),
     Row("host", 8, 40, "microseconds of Python for an operation, forward and backward"),
     Row("memory", 35, 90, "the allocator's peak in a step, for a rank of 1, 8 and 64"),
@@ -72,6 +72,7 @@ ROWS = (
 )
 # Each for a command of its own, by ``--only``: most of its time; the first one needs 108 GB of host memory.
 ALONE = (
+    Row("bitsandbytes", 20, 60, "AdamW with 8-bit states beside that of bitsandbytes", worker="bitsandbytes"),
     Row("offload 7b", 110, 240, "tokens/s of Llama 7B on one GPU, the optimizer's state on the host"),
     Row("long sequences", 220, 400, "adapters of Qwen3-8B's shape at 16k and 32k tokens, and the longest that fits"),
 )

@@ -485,10 +485,17 @@ def adamw(budget: Budget, say: Say) -> None:
 
 
 def adamw8bit(budget: Budget, say: Say) -> None:
-    """An update with 8-bit states beside torch's fused AdamW, and bitsandbytes' if it is installed."""
+    """An update with 8-bit states beside torch's fused AdamW."""
     from low_bit_times import updates
 
     updates(budget, say)
+
+
+def bitsandbytes(budget: Budget, say: Say) -> None:
+    """The same beside bitsandbytes' AdamW8bit, if it is installed."""
+    from low_bit_times import beside_bitsandbytes
+
+    beside_bitsandbytes(budget, say)
 
 
 # ----------------------------------------------------------------------------------------------------------- memory

@@ -32,9 +32,8 @@ def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    """Causal attention, forward and backward, and its FLOPs."""
-    heads, length, width = (16, *MEASURED_ATTENTION[2:]) if device.type == "cuda" else (8, 256, 64)
-    batch = 4
+    """Causal attention, forward and backward, and its FLOPs: enough that a GPU takes longer than the host that asks."""
+    batch, heads, length, width = (16, 16, *MEASURED_ATTENTION[2:]) if device.type == "cuda" else (4, 8, 256, 64)
     q, k, v = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
