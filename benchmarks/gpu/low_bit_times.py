@@ -41,7 +41,7 @@ def _interleaved(names: list[str], numel: int, budget: gpu_rows.Budget, say: gpu
         timers = {}
         for name in names:
             with gpu_rows.losing_itself_alone(say, f"{name} {numel}"):
-                # A capture of bitsandbytes' step fails, and torch's generator believes it is in one until the process ends.
+                # A capture of bitsandbytes' step fails, and torch's generator then stays in it until the process ends.
                 timers[name], _ = timer([_step(name, numel)], 0.02, captures=name != "bitsandbytes")
         for index in budget.rounds(2, 9):
             for name, measure in timers.items():

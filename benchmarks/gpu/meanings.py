@@ -131,8 +131,8 @@ def of_seven_billion(found: Found) -> str:
     micro_s = (many["step_s"] - few["step_s"]) / (many["num_micro"] - few["num_micro"])
     rest_s = few["step_s"] - few["num_micro"] * micro_s
     text = (
-        f"A micro-batch of {few['tokens'] // few['num_micro']:,} tokens takes {micro_s:.2f} s, and the step waits {rest_s:.1f} s for the "
-        "host's update once."
+        f"A micro-batch of {few['tokens'] // few['num_micro']:,} tokens takes {micro_s:.2f} s, and the step waits "
+        f"{rest_s:.1f} s for the host's update once."
     )
     behind = many["tokens_per_s"] < 14_000
     return text + (f" **We lose** to llmq, {many['tokens_per_s'] / 14_000:.2f} of its tokens/s." if behind else "")

@@ -162,9 +162,7 @@ def low_bit(numel: int, row: str = "adamw8bit") -> Callable[[Found], str | None]
     def text(found: Found) -> str | None:
         parts = []
         for case in ("adamw8bit", "flash-adamw", "adamw8bit, many", "bitsandbytes", "torch fused"):
-            seconds, rate = (
-                found.median(row, key, case=case, numel=numel) for key in ("seconds", "bytes_per_s")
-            )
+            seconds, rate = (found.median(row, key, case=case, numel=numel) for key in ("seconds", "bytes_per_s"))
             if seconds is not None and rate is not None:
                 parts.append(f"{case} {ms(seconds)} ({rate / 1e12:.2f} TB/s)")
         return ", ".join(parts) or None
