@@ -25,6 +25,7 @@ from zeroshard.lab.predict.offload import (
     least_away,
     read_again_s,
 )
+from zeroshard.profiling.devices import Device
 from zeroshard.train.config.validate import validate
 from zeroshard.zero.offload.disk import BLOCK_BYTES
 
@@ -67,6 +68,39 @@ def test_on_a_cpu_updates_take_their_time_from_the_forward_and_only_a_slow_disk_
     assert exposed(0) == pytest.approx(4 * 0.5)
     assert exposed(1) == pytest.approx(4 * 0.5 + 0.5)  # nothing is computed while the first unit is read
     assert exposed(3) == pytest.approx(3 * 3 + 1.5 + 0.5 - 3)
+
+
+def test_what_a_disk_takes_from_the_cores_that_compute_is_exposed_and_hides_what_it_takes_longer():
+    def exposed(disk, beside):
+        units = [replace(unit, disk_s=disk, disk_beside_s=beside) for unit in _units([1] * 4, [0.5] * 4)]
+        return exposed_s(units, same_cores=True)
+
+    assert exposed(0, 0.25) == pytest.approx(4 * (0.5 + 0.25))
+    assert exposed(1, 0.25) == pytest.approx(4 * (0.5 + 0.25) + 0.25)  # less is waited for before the first unit
+    assert exposed(9, 0.25) == exposed(9, 0) == pytest.approx(3 * 9 + 4.5 + 0.5 - 3)  # the disk has yet more to do
+    units = [replace(unit, gather_s=3.0, gather_beside_s=0.5) for unit in _units([1, 2, 4, 9], [0.5] * 4)]
+    assert gathers_s(units, backward=False) == pytest.approx(3 + (3 - 1) + (3 - 2) + 0.5)
+
+
+def test_what_a_disk_costs_beside_computation_is_in_the_time_of_a_plan(tmp_path):
+    model = {"name": "llama-tiny", "n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}
+    settings = {"seq_len": 64, "micro_batch": 1, "stage": "3", "gpus": 2, "offload": "disk-all", "json": True}
+    settings |= {"dtype": "float32"}
+    rates = dict.fromkeys((f"disk_{kind}_bytes_per_s" for kind in ("walk", "gather", "write")), 1e15)
+    device = Device("cpu", 2**34, {"float32": 1e11}, 1e10, "a test", device_type="cpu", update_bytes_per_s=1e10)
+    device = replace(device, bus_bytes_per_s=1e10, **rates)
+
+    def planned(**beside):
+        write_calibration(path := tmp_path / "cpu.json", Calibration(replace(device, disk_beside_s=beside)))
+        [row] = json.loads(answer_plan(validate(PlanConfig, {"model": model, **settings, "gpu": str(path)})).text)[
+            "rows"
+        ]
+        return row["step_s"]
+
+    without, numel = planned(), 170_400 // 2
+    added = {kind: (planned(**{kind: 1e-6}) - without) / 1e-6 for kind in ("walk", "gather", "write")}
+    # read and written: the master and two states; read alone: the gradient; gathered once, in backward
+    assert added == pytest.approx({"walk": (12 + 4 / 2) * numel, "gather": 4 * numel, "write": 4 * numel}, rel=1e-3)
 
 
 def test_a_forward_reads_weights_from_the_file_only_where_it_comes_long_after_their_update():

@@ -77,6 +77,8 @@ class Device:
     disk_walk_bytes_per_s: float = 0.0
     disk_gather_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
+    # by ``walk``, ``gather``, ``write``, seconds of a CPU's computation that a byte of it costs
+    disk_beside_s: Mapping[str, float] = field(default_factory=dict)
     host_memory_bytes: int = 0  # of a node, for all of its ranks; 0: not known
     # by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
     # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.

@@ -72,6 +72,7 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     monkeypatch.setattr(conversions, "SIZES", {"cpu": (60, 300)})
     monkeypatch.setattr(conversions, "POOL", 900)
     monkeypatch.setattr(disk, "UNIT_BYTES", 1 << 14)
+    monkeypatch.setattr(disk, "ALONE_S", 1e-3)
     report, calibration = device.measured(1, [], 1, "cpu", 1, str(tmp_path / "disk"))
     asked = "matmul attention copy anew update bus gelu wire kernel hook step disk"
     assert {row["what"] for row in report.rows} == set(asked.split())
@@ -79,6 +80,7 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     assert read_calibration(tmp_path / "device.json") == calibration
     there = calibration.device
     assert min(there.disk_walk_bytes_per_s, there.disk_gather_bytes_per_s, there.disk_write_bytes_per_s) > 0
+    assert set(there.disk_beside_s) == {"walk", "gather", "write"}
     gc.collect()
     assert not (tmp_path / "disk").exists()
     assert set(calibration.device.conversions) == {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
@@ -111,11 +113,37 @@ def test_a_file_is_walked_and_gradients_are_written_beside_computation_where_tha
     monkeypatch.setattr(disk, "UNIT_BYTES", 1 << 14)
     monkeypatch.setattr(DiskStates, "read", told(read))
     monkeypatch.setattr(disk.GradSlots, "send", told(send))
-    for name, (_, call) in disk.cases(tmp_path / "disk", 0, computes=computes):
+    monkeypatch.setattr(disk, "ALONE_S", 1e-3)
+    for case in disk.cases(tmp_path / "disk", 0, computes=computes):
         found.clear()
-        call()
-        assert set(found) == {computes and name != "disk gather"}, name
+        case.call()
+        assert set(found) == {computes and case.name != "disk gather"}, case.name
+        assert (case.lost_s is not None) == computes
+        if case.lost_s is not None:
+            found.clear()
+            assert case.lost_s() >= 0
+            assert set(found) == (set() if case.name == "disk gather" else {True})  # its gradients count as writes
     assert "zeroshard-computes" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_what_a_disk_costs_is_computation_that_is_missing_beside_it(monkeypatch):
+    now, computation = [100.0], disk._Computation()
+    monkeypatch.setattr(disk, "_Computation", lambda: computation)
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(computation, "_multiply", lambda: None)
+
+    def passes(seconds, done):
+        def call(*_):
+            now[0] += seconds
+            computation.num_done += done
+
+        return call
+
+    monkeypatch.setattr(computation._thread, "start", lambda: None)
+    monkeypatch.setattr(computation._thread, "join", lambda: None)
+    monkeypatch.setattr(disk.time, "sleep", passes(2.0, 200))
+    assert disk._lost_s(passes(3.0, 250)) == pytest.approx(0.5)  # 50 products of 10 ms
+    assert disk._lost_s(passes(3.0, 400)) == 0  # others were at work before
 
 
 def test_quantising_has_a_time_for_a_call_and_for_an_element():

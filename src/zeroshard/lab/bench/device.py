@@ -142,9 +142,11 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
         add(name, (amount, call))
     calls_of_disk: dict[str, Callable[[], float]] = {}
     computes = device.type == "cpu"
-    for name, case in disks.cases(Path(disk).expanduser(), rank, computes=computes) if disk else ():
-        add(name, case)
-        calls_of_disk[name] = calls.pop(name)
+    for case in disks.cases(Path(disk).expanduser(), rank, computes=computes) if disk else ():
+        add(case.name, case[1:3])
+        calls_of_disk[case.name] = calls.pop(case.name)
+        if case.lost_s is not None:
+            amounts[f"{case.name} beside"], calls_of_disk[f"{case.name} beside"] = case.num_bytes, _of_all(case.lost_s)
     made = {name: communicator(name) for name in comms if not (device.type == "cuda" and comm_entry(name).cpu_only)}
     for name, comm in made.items() if dist.is_initialized() else ():
         for op in OPS:
@@ -166,6 +168,17 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
     for comm in made.values():
         close(comm)
     return {"seconds": seconds, "amounts": amounts, "memory_bytes": memory}
+
+
+def _of_all(seconds: Callable[[], float]) -> Callable[[], float]:
+    """The same of the slowest rank, where all begin at once."""
+
+    def slowest_s() -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        return slowest([seconds()])[0]
+
+    return slowest_s
 
 
 def _slowing(comm: Communicator, op: str, num_bytes: int, device: torch.device) -> Callable[[], float]:
@@ -231,6 +244,9 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
     return (constant, rate) if rate >= 0 else (float(torch.linalg.lstsq(both[:, :1], wanted).solution), 0.0)
 
 
+_BESIDE_DISKS = frozenset(f"disk {kind} beside" for kind in ("walk", "gather", "write"))
+
+
 def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type: str, num_threads: int) -> Calibration:
     """The `Calibration` of `zeroshard.lab.predict.hardware` that the measurements ``found`` by `measure` give."""
     middle = {name: statistics.median(times) for name, times in found["seconds"].items()}
@@ -267,6 +283,8 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
     for name in ("update", "bus", "disk walk", "disk gather", "disk write"):
         if name in amounts:
             device = replace(device, **{f"{name.replace(' ', '_')}_bytes_per_s": rate(name)})
+    beside = {name.split()[1]: s / amounts[name] for name, s in middle.items() if name in _BESIDE_DISKS}
+    device = replace(device, disk_beside_s=beside)
     if "step" in middle:
         device = replace(device, in_step=whole_step.in_step(middle["step"], device))
     if world == 1 or not comm:
@@ -320,7 +338,7 @@ def _rows(found: Mapping[str, Any]) -> list[Row]:
         spread = Spread.of(times)
         row: Row = {"what": what, "case": " ".join(case), "time_s": spread_of(times), "rounds_s": times}
         amount = found["amounts"].get(name)
-        if what in RATES:
+        if what in RATES and name not in _BESIDE_DISKS:
             rates, unit = spread.inverse(amount / 1e9), RATES[what]
         else:
             scale, unit = (1e6 / amount, "us") if what in ("kernel", "hook") else (1e3, "ms")

@@ -245,7 +245,8 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     rates += [device.host_memory_bytes]
     facts += [rate for rate in rates if rate != 0]  # 0: not measured
     facts += [device.matmul_share, device.attention_share, device.memory_share, device.in_step]
-    times = [device.kernel_s, device.gelu_s, device.hook_s, *itertools.chain.from_iterable(device.conversions.values())]
+    times = [device.kernel_s, device.gelu_s, device.hook_s, *device.disk_beside_s.values()]
+    times += [*itertools.chain.from_iterable(device.conversions.values())]
     if link is not None:
         facts += [link.bytes_per_s, link.share]
         costs = (cost for table in (link.collectives, link.beside) for cost in table.values())

@@ -17,8 +17,8 @@ for reading unit k and writing it back; the update waits for those before it and
 
     update_k = max(update_(k-1), down_k, sum of D_j over j < k + D_k / 2) + U_k
 
-On a CPU the host's updates take their time from the same cores. So all of it is exposed, as without offloading, and
-what the disk takes longer than updates and forward together is exposed in addition.
+On a CPU the host's updates take their time from the same cores, and so does part of what a disk does. So all of that is
+exposed, the updates as without offloading, and what the disk takes longer than all this is exposed in addition.
 
 Update rate and bus: what ``zeroshard bench device`` measured. Of a GPU that nobody measured, the node's update rate is
 that of CPU-Adam on a DGX-2, 1 B parameters in 0.22 s (Ren et al. 2021, "ZeRO-Offload",
@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
@@ -62,6 +62,7 @@ class HostRates:
         measured: whether `zeroshard bench device` measured them.
         walk_bytes_per_s: bytes of a rank's file that are read and written back; 0: not known.
         gather_bytes_per_s, write_bytes_per_s: bytes that gathers read there, and that gradients write; 0: not known.
+        beside_s: by ``walk``, ``gather``, ``write``, seconds of computation on the same cores that a byte costs.
     """
 
     update_bytes_per_s: float
@@ -70,11 +71,13 @@ class HostRates:
     walk_bytes_per_s: float = 0.0
     gather_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
+    beside_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def host_rates(device: Device, ranks_per_node: int) -> HostRates:
     """The rates of ``device``'s host, or those of the module's docstring if nobody measured them."""
     disk = (device.disk_walk_bytes_per_s, device.disk_gather_bytes_per_s, device.disk_write_bytes_per_s)
+    disk += (device.disk_beside_s if device.device_type == "cpu" else {},)
     if device.update_bytes_per_s and device.bus_bytes_per_s:
         return HostRates(device.update_bytes_per_s, device.bus_bytes_per_s, True, *disk)
     if device.device_type == "cpu":  # a copy reads and writes
@@ -97,6 +100,7 @@ class UnitTimes:
             known.
         grads_s: seconds in which the disk writes its gradients.
         gather_s: seconds in which a gather reads its weights from the file.
+        disk_beside_s, grads_beside_s, gather_beside_s: seconds of computation that these three cost beside them.
     """
 
     before_s: float
@@ -107,6 +111,9 @@ class UnitTimes:
     disk_s: float = 0.0
     grads_s: float = 0.0
     gather_s: float = 0.0
+    disk_beside_s: float = 0.0
+    grads_beside_s: float = 0.0
+    gather_beside_s: float = 0.0
 
 
 def exposed_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> float:
@@ -136,7 +143,8 @@ def read_again_s(units: Sequence[UnitTimes], *, same_cores: bool = False) -> flo
 def gathers_s(units: Sequence[UnitTimes], *, backward: bool) -> float:
     """Seconds for which a forward, or a ``backward``, waits for weights that its gathers read from the file.
 
-    Each is read while the unit that was gathered before it computes; `OF_A_GATHER` of it is left for the gather itself.
+    Each is read while the unit that was gathered before it computes; what that costs the computation, or `OF_A_GATHER`
+    of it where nobody measured that, is left for the gather itself.
     """
     order = units[::-1] if backward else units
     begins = [unit.left_s if backward else -unit.before_s for unit in order]
@@ -144,7 +152,8 @@ def gathers_s(units: Sequence[UnitTimes], *, backward: bool) -> float:
     # A backward's unit computes before it is left, a forward's after it was begun; of the first one that is not known.
     beside = [0.0, *spans[:1], *spans] if backward else [0.0, *spans]
     return sum(
-        max(unit.gather_s - other, unit.gather_s * OF_A_GATHER) for unit, other in zip(order, beside, strict=False)
+        max(unit.gather_s - other, unit.gather_beside_s or unit.gather_s * OF_A_GATHER)
+        for unit, other in zip(order, beside, strict=False)
     )
 
 
@@ -160,7 +169,7 @@ def _updated(units: Sequence[UnitTimes]) -> Iterator[tuple[UnitTimes, float, flo
         update = max(update, disk + unit.disk_s / 2) + unit.update_s
         disk += unit.disk_s
         up = max(up, update) + unit.up_s
-        worked += unit.update_s + unit.up_s
+        worked += unit.update_s + unit.up_s + unit.disk_beside_s
         yield unit, up, worked
 
 
@@ -230,6 +239,8 @@ def unit_times(
         layout, master = buffer.layout, buffer.dtype.itemsize
         numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
         reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
+        in_file = numel * _bytes_in_file(buffer, optimizer, settings, offload) if walks else 0.0
+        grads_bytes = numel * reduced if offload.grads == "disk" else 0
         update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master)) * optimizer.cpu_factor
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
@@ -238,9 +249,12 @@ def unit_times(
             0.0 if on_cpu else numel * reduced / rates.bus_bytes_per_s,
             update_bytes / rates.update_bytes_per_s,
             0.0 if on_cpu and compute != buffer.dtype else numel * compute.itemsize / rates.bus_bytes_per_s,
-            numel * _bytes_in_file(buffer, optimizer, settings, offload) / walks if walks else 0.0,
-            numel * reduced / writes if writes and offload.grads == "disk" else 0.0,
+            in_file / walks if walks else 0.0,
+            grads_bytes / writes if writes else 0.0,
             numel * master / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0,
+            in_file * rates.beside_s.get("walk", 0.0),
+            grads_bytes * rates.beside_s.get("write", 0.0),
+            numel * master * rates.beside_s.get("gather", 0.0),
         )
         was = found.get(buffer.unit)
         if was is not None:
@@ -251,6 +265,7 @@ def unit_times(
 
 
 _SUMS = ("down_s", "update_s", "up_s", "disk_s", "grads_s", "gather_s")
+_SUMS += ("disk_beside_s", "grads_beside_s", "gather_beside_s")
 
 
 def _bytes_in_file(buffer: Buffer, optimizer: OptimizerState, settings: Settings, offload: Offload) -> float:
@@ -282,7 +297,7 @@ def waiting_s(
     units = {buffer.unit for buffer in buffers if buffer.name in away}
     here = [unit for name, unit in times.items() if name in units]
     same_cores = device.device_type == "cpu"
-    seconds = exposed_s(here, same_cores=same_cores)
+    seconds = exposed_s(here, same_cores=same_cores) + sum(unit.grads_beside_s for unit in here)
     if offload.weights == "disk":
         seconds += read_again_s(here, same_cores=same_cores)
         seconds += num_micro * gathers_s(here, backward=True) + (num_micro - 1) * gathers_s(here, backward=False)
