@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 TERA, GIGA = 10**12, 10**9
 # For devices that `zeroshard bench device` has not measured. With PyTorch 2.11 an H100 and an H200 (SXM) ran a bf16
@@ -38,6 +39,8 @@ MEMORY_SHARE = 0.9
 # large matmuls by themselves that training sustains. An A100 sustains 0.88 of it, an H100 0.75.
 TRAINING_SHARE = 0.8
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
+
+DiskWork = Literal["walk", "gather", "write"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Device:
     disk_gather_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     # by ``walk``, ``gather``, ``write``, seconds of a CPU's computation that a byte of it costs
-    disk_beside_s: Mapping[str, float] = field(default_factory=dict)
+    disk_beside_s: Mapping[DiskWork, float] = field(default_factory=dict)
     host_memory_bytes: int = 0  # of a node, for all of its ranks; 0: not known
     # by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
     # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.

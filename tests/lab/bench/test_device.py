@@ -89,7 +89,15 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     (tmp_path / "damaged.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="has a time that is not a number of seconds"):
         read_calibration(tmp_path / "damaged.json")
-    content["device"]["conversions"] = {}
+    content["device"] |= {"conversions": {}, "disk_beside_s": {"walks": 1e-9}}
+    (tmp_path / "damaged.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"damaged \(device.disk_beside_s.walks"):
+        read_calibration(tmp_path / "damaged.json")
+    content["device"]["disk_beside_s"] = {"walk": -1e-9}
+    (tmp_path / "damaged.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has a time that is not a number of seconds"):
+        read_calibration(tmp_path / "damaged.json")
+    del content["device"]["disk_beside_s"]  # as earlier versions wrote it
     (tmp_path / "damaged.json").write_text(
         json.dumps({**content, "device": content["device"] | {"bus_bytes_per_s": -1}})
     )
@@ -97,7 +105,9 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
         read_calibration(tmp_path / "damaged.json")
     del content["device"]["conversions"]  # as earlier versions wrote it
     (tmp_path / "old.json").write_text(json.dumps(content))
-    assert read_calibration(tmp_path / "old.json").device == replace(calibration.device, conversions={})
+    assert read_calibration(tmp_path / "old.json").device == replace(
+        calibration.device, conversions={}, disk_beside_s={}
+    )
 
 
 @pytest.mark.parametrize("computes", [True, False])

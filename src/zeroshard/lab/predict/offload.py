@@ -39,7 +39,7 @@ from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
-from zeroshard.profiling.devices import Device
+from zeroshard.profiling.devices import Device, DiskWork
 from zeroshard.slab import room
 from zeroshard.zero import Offload
 from zeroshard.zero.core.strategy import SHARD
@@ -71,7 +71,7 @@ class HostRates:
     walk_bytes_per_s: float = 0.0
     gather_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
-    beside_s: Mapping[str, float] = field(default_factory=dict)
+    beside_s: Mapping[DiskWork, float] = field(default_factory=dict)
 
 
 def host_rates(device: Device, ranks_per_node: int) -> HostRates:
