@@ -59,7 +59,10 @@ def bench(config: None, words: Sequence[str]) -> int:
     for path in map(Path, filter(None, (json_path, getattr(chosen, "out", "")))):
         try:  # before minutes of measuring
             path.parent.mkdir(parents=True, exist_ok=True)
+            was_there = path.exists()
             path.open("ab").close()
+            if not was_there:
+                path.unlink()
         except OSError as error:
             raise UserError(str(path), f"cannot be written ({error.strerror})", "name another file") from None
     report = import_module(f"zeroshard.lab.bench.{kind}").run(chosen)

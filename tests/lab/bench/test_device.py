@@ -11,6 +11,7 @@ from zeroshard.lab.bench import conversions, device, disk, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
+from zeroshard.verbs import laboratory
 from zeroshard.wire_formats import FORMATS
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.disk import DiskStates
@@ -185,3 +186,12 @@ def test_a_step_says_how_much_longer_its_operations_take_than_alone():
     assert whole_step.in_step(1.25 * planned, slower) == pytest.approx(1.25)
     again = predicted_step(model, STAGES[1], 2, shape.batch, shape.seq_len, replace(alone, device=slower))
     assert again.compute_s == pytest.approx(1.25 * planned)
+
+
+def test_a_bench_that_cannot_begin_leaves_no_file_and_keeps_what_was_there(tmp_path):
+    out, before = tmp_path / "device.json", tmp_path / "before.json"
+    before.write_text("{}")
+    for path in (out, before):
+        with pytest.raises(UserError, match=r"offload\.path"):
+            laboratory.bench(None, ["device", "--nproc", "1", "--disk", "/proc/nope", "--out", str(path)])
+    assert (out.exists(), before.read_text()) == (False, "{}")
