@@ -479,6 +479,26 @@ def test_files_of_a_killed_run_are_removed_and_said_and_a_folder_that_was_made_g
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("ends_too", [False, True])
+def test_a_rank_that_makes_its_file_while_another_removes_the_folder_removes_it_later(tmp_path, monkeypatch, ends_too):
+    own, others, rmdir = file_of_rank(tmp_path / "states", 0), [], Path.rmdir
+
+    def at_the_same_time(folder):
+        if not others:
+            others.append(file_of_rank(folder, 1))
+        try:
+            rmdir(folder)
+        finally:
+            if ends_too:
+                others[0].close()
+
+    monkeypatch.setattr(Path, "rmdir", at_the_same_time)
+    own.close()
+    assert own.path.parent.exists() != ends_too
+    others[0].close()
+    assert not own.path.parent.exists()
+
+
 def test_an_update_that_the_disk_ends_raises_an_error_of_the_disk():
     for error in (OSError(errno.EIO, "no", "file"), UserError("offload.path", "full", "free space")):
         if isinstance(error, UserError):

@@ -520,7 +520,10 @@ def _make_folder(folder: Path) -> None:
 
 def _remove_folder(folder: Path) -> None:
     """Remove a folder that was made for files of ranks, once there is none in it."""
-    with suppress(OSError):  # another rank has just done so, or made its file
-        if os.listdir(folder) == [MADE]:
+    with suppress(OSError):  # another rank has just done so
+        while os.listdir(folder) == [MADE]:
             (folder / MADE).unlink()
-            folder.rmdir()
+            try:
+                folder.rmdir()
+            except OSError:  # another rank has made its file meanwhile: then its end removes the folder
+                (folder / MADE).touch()
