@@ -452,13 +452,41 @@ def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16, how
     assert same(plain, found)
 
 
+@pytest.mark.pairwise("stage", "world_size")
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_are_read_or_written_after_a_step_have_its_results(stage, world_size, bfloat16, monkeypatch):
+    monkeypatch.setattr(placement, "Executor", Late)
+
+    def on_rank(comm, offload):
+        net, found = Net(2), []
+        precision = MixedPrecision(torch.bfloat16 if bfloat16 else None)
+        zero = Zero(net, stage, units=list(net.blocks), comm=comm, offload=offload, precision=precision)
+        optim = zero.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            net(rows(comm.rank, step)).float().square().mean().backward()
+            optim.step()
+            found += [param.detach().clone() for param in net.parameters()]
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.mul_(1.5)
+            optim.zero_grad()
+            found += [param.data.clone() for param in net.parameters()]
+        return found, zero.state_dict()
+
+    ends = (run_threads(lambda comm, o=o: on_rank(comm, o), world_size, timeout_s=60) for o in (None, Offload()))
+    plain, found = ends
+    assert same(plain, found)
+
+
 # -- the thread ---------------------------------------------------------------------------------------------------
 
 
-def _engine(offload, executor, monkeypatch, stage=3):
+def _engine(offload, executor, monkeypatch, stage=3, precision=None):
     monkeypatch.setattr(placement, "Executor", executor)
     net = Net(3)
-    zero = Zero(net, stage, units=list(net.blocks), offload=offload)
+    zero = Zero(net, stage, units=list(net.blocks), offload=offload, precision=precision)
     return net, zero, zero.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
@@ -633,22 +661,30 @@ def test_an_engine_whose_update_is_over_is_freed(monkeypatch):
     assert gone() is None
 
 
-def test_accounts_of_memory_say_what_is_away(monkeypatch):
-    net, zero, optim = _engine(Offload(fraction=0.5), Executor, monkeypatch, stage=0)
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_accounts_of_memory_say_what_is_away(bfloat16, monkeypatch):
+    precision = MixedPrecision(torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32)
+    net, zero, optim = _engine(Offload(fraction=0.5), Executor, monkeypatch, stage=0, precision=precision)
     numel = [sum(param.numel() for param in part.parameters()) for part in (net.first, net.last, *net.blocks)]
     away, here = sum(numel[-3:]), sum(numel[:2])  # the last three of the forward: two have less than half
     _backward(net)
     optim.step()
     found = zero.memory_bytes()
     num_pieces = 2 * 3
-    assert found["host_master"] == found["host_grads"] == 4 * away
+    assert (found["host_master"], found["host_grads"]) == (4 * away * bfloat16, 4 * away)  # else it is in `params`
     assert found["host_optimizer"] == 2 * 4 * away + 4 * num_pieces
-    assert (found["params"], found["master"], found["host_params"]) == (4 * (away + here), 0, 0)
+    here_bytes = {"params": (4 - 2 * bfloat16) * (away + here), "master": 4 * here * bfloat16, "host_params": 0}
+    assert {name: found[name] for name in here_bytes} == here_bytes
     assert found["optimizer"] == 2 * 4 * here + 4 * 4
-    counted = dict.fromkeys(found, 0)
+    counted, weights = dict.fromkeys(found, 0), set()
     for holding in zero.holdings():
-        counted[holding.category] += holding.tensor.nbytes
-    assert all(counted[name] == found[name] for name in ("host_master", "host_grads", "host_optimizer", "optimizer"))
+        storage = holding.tensor.untyped_storage().data_ptr()
+        if storage not in weights:  # else it is a part of them
+            counted[holding.category] += holding.tensor.nbytes
+        if holding.category == "params":
+            weights.add(storage)
+    kinds = ("params", "host_master", "host_grads", "host_optimizer", "optimizer")
+    assert all(counted[name] == found[name] for name in kinds)
 
 
 def test_modules_and_ranks_of_threads_have_executors_of_their_own():

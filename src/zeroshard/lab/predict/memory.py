@@ -325,13 +325,28 @@ def _grads_in_file(
     return extent_bytes([(_updated_numel(buffer, strategy, rank), precision.reduced_dtype(buffer.dtype))])
 
 
+def sends_master(
+    buffer: Buffer, strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload, device_type: str
+) -> bool:
+    """Whether the master on the host is what is gathered: [Note: Host and device in one] in `host_params`."""
+    encoded = _shards_optim(buffer, strategy) and _has_format(buffer, precision)
+    as_it_is = precision.compute_dtype(buffer.dtype) == buffer.dtype and not encoded
+    return as_it_is and device_type == "cpu" and offload.weights == "device" and offload.master != "disk"
+
+
 def watch_bytes(
-    buffers: Sequence[Buffer], strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload | None
+    buffers: Sequence[Buffer],
+    strategy: ShardingStrategy,
+    precision: MixedPrecision,
+    offload: Offload | None,
+    device_type: str,
 ) -> int:
     """Bytes of the sums by which writes into unsharded weights are found if their master is elsewhere."""
     away, freed = buffers_away(buffers, offload), streamed(buffers, strategy, offload)
     kept = (b for b in buffers if strategy.params is not SHARD or b.layout.world_size == 1)
-    whole = (b for b in kept if b.name in away and b.name not in freed)
+    whole = [b for b in kept if b.name in away and b.name not in freed]
+    if offload is not None:
+        whole = [b for b in whole if not sends_master(b, strategy, precision, offload, device_type)]
     return sum(bit_sums_bytes(b.layout.padded_numel * precision.compute_dtype(b.dtype).itemsize) for b in whole)
 
 
@@ -348,16 +363,18 @@ def _away_bytes(
     """Bytes of a buffer whose state is off the device, by category."""
     layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
     found = dict.fromkeys(("params", "grads", *_categories_away(offload)), 0)
-    alone = layout.world_size == 1
-    if strategy.params is not SHARD or (alone and offload.weights == "device"):
+    alone, here = layout.world_size == 1, sends_master(buffer, strategy, precision, offload, device_type)
+    whole = strategy.params is not SHARD or (alone and offload.weights == "device")
+    if whole:
         found["params"] = layout.padded_numel * compute.itemsize
     else:
         if strategy.secondary_shard_size is not None:
             found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-        if (alone or not _has_format(buffer, precision)) and offload.weights != "disk":
+        if (alone or not _has_format(buffer, precision)) and offload.weights != "disk" and not here:
             found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
     masters = DISK if offload.master == "disk" else HOST
-    found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
+    if not (whole and here):
+        found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
     reduced = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
     if offload.grads == "disk":
         found["disk_grads"] = reduced

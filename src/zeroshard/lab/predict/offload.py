@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS
-from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on_host, on_disk
+from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on_host, on_disk, sends_master
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
@@ -242,13 +242,15 @@ def unit_times(
         in_file = numel * _bytes_in_file(buffer, optimizer, settings, offload) if walks else 0.0
         grads_bytes = numel * reduced if offload.grads == "disk" else 0
         update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master)) * optimizer.cpu_factor
+        stays = sends_master(buffer, settings.strategy, precision, offload, settings.device_type)
+        stays = stays or (on_cpu and compute != buffer.dtype)  # a cast, of an update's time
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
             before_s,
             left_s,
             0.0 if on_cpu else numel * reduced / rates.bus_bytes_per_s,
             update_bytes / rates.update_bytes_per_s,
-            0.0 if on_cpu and compute != buffer.dtype else numel * compute.itemsize / rates.bus_bytes_per_s,
+            0.0 if stays else numel * compute.itemsize / rates.bus_bytes_per_s,
             in_file / walks if walks else 0.0,
             grads_bytes / writes if writes else 0.0,
             numel * master / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0,

@@ -83,7 +83,7 @@ def step_of(
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload)
+    other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload, settings.device_type)
     ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu", other_bytes=other_bytes)
     parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
     ledger.update(_update_bytes(buffers, optimizer, settings))

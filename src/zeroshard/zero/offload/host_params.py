@@ -10,6 +10,11 @@ shard     compute dtype: of stage 3, on the device, or (``weights="host"``) on t
   | all-gather
 full      unsharded weights, on the device
 
+[Note: Host and device in one]
+    On a CPU, fp32 weights whose master stays in memory are left as the core has them: the master is what is gathered,
+    at stages 0 to 2 a part of the unsharded weights. No cast, no copy, and no search for writes. So between `step` and
+    the next gather weights change in place, and are stale at any number of ranks.
+
 [Note: One rank that streams]
     The core shards nothing where one rank has everything. If its weights come from the host or the file, that rank is a
     world of one shard, which is all of them: they are gathered and freed as among several ranks, so a model may be
@@ -33,7 +38,7 @@ from zeroshard.slab import Slab, room
 from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.core.strategy import SHARD
-from zeroshard.zero.core.weights import Weights, WeightTransport
+from zeroshard.zero.core.weights import STALE_VISIBLE, Weights, WeightTransport
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
@@ -61,16 +66,21 @@ class HostParams(FlatParams):
         super().__init__(*args, **kwargs)
         if not self.shard_optim:  # updates on the host have the bits of a sharded optimizer's there
             self.pieces = self.layout.updated_by_all(HOST)
-        self._aliased, self._always_compared = False, False
-        there, device = self._master, self.full.device
-        if self._stored is not None:
-            self._master = self.transport.take_stored(self._stored, there)
-        else:
-            slab = Slab(room(there.nbytes), device=device, pinned=False)
-            self._master = slab.take(there.numel(), there.dtype).copy_(there)
+        if not self.transport.sends_master:
+            self._leave_device()
         if self.transport.streams:
             free_after_use(self)
         self._look()
+
+    def _leave_device(self) -> None:
+        """Move the master to memory of its own, or to the file."""
+        self._aliased, self._always_compared = False, False
+        there = self._master
+        if self._stored is not None:
+            self._master = self.transport.take_stored(self._stored, there)
+        else:
+            slab = Slab(room(there.nbytes), device=self.full.device, pinned=False)
+            self._master = slab.take(there.numel(), there.dtype).copy_(there)
 
     @property
     def master(self) -> Tensor:  # an attribute of `Weights`, which waits here
@@ -88,7 +98,7 @@ class HostParams(FlatParams):
     @property
     def master_bytes(self) -> int:
         """Bytes of the master, which an update may be changing now."""
-        return self._master.nbytes
+        return 0 if self._aliased else self._master.nbytes
 
     def take_update(self, master: Tensor) -> None:
         """Cast ``master``, new and in memory, to where the next gather, which waits for this update, needs it."""
@@ -96,6 +106,8 @@ class HostParams(FlatParams):
         self.transport.take_update(full, master, self._streams, self._written_at)
 
     def _gather(self) -> None:
+        if self._aliased:  # where nothing is sent, nobody reads the master
+            self.update.wait()
         self._is_gathering = True  # the transport reads the master, from where it is
         try:
             super()._gather()
@@ -109,8 +121,15 @@ class HostParams(FlatParams):
         if arrives:
             self._look()
 
+    def mark_stale(self) -> None:
+        """Record that the master has changed, or is about to."""
+        super().mark_stale()
+        if self._aliased and self.readable:
+            self.state = STALE_VISIBLE
+            self.watch_reads()
+
     def _look(self) -> None:
-        if not self.shard_params and self.readable:
+        if not self.shard_params and not self._aliased and self.readable:
             self._shown = bit_sums(self.full)
 
     def take_changes(self, *, waits: bool = True) -> None:
@@ -120,7 +139,7 @@ class HostParams(FlatParams):
         if shown is None:
             return
         sums = bit_sums(self.full)
-        if not is_here(self.full):
+        if not is_here(self.full.device):
             self._check = (sums != shown).any().to(HOST, non_blocking=True), self._streams.mark()
             if waits:
                 self.take_checked()
@@ -185,9 +204,9 @@ class FrozenOnHost(FlatParams):
         return super()._written().to(self.master.device)
 
 
-def is_here(weights: Tensor) -> bool:
-    """Whether the host can compare weights without waiting for a device."""
-    return weights.device == HOST
+def is_here(device: torch.device) -> bool:
+    """Whether weights on ``device`` are in memory of the host, which reads them without waiting."""
+    return device == HOST
 
 
 def free_after_use(weights: FlatParams) -> None:
@@ -215,12 +234,16 @@ class HostTransport(WeightTransport):
         place: of the shard in the compute dtype at stage 3: ``"device"``, ``"host"`` or ``"disk"``; ``"master"``: it is
             the master itself, see `stream`.
         staging: page-locked memory for what is copied up.
+        stores: whether the master is in the file.
 
     Attributes:
+        sends_master: whether the master is what is gathered: [Note: Host and device in one].
         streams: whether each gather brings the shard from the host or the file.
     """
 
-    def __init__(self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging) -> None:
+    def __init__(
+        self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging, stores: bool = False
+    ) -> None:
         super().__init__(inner.comm, inner.layout)
         self.inner, self._staging = inner, staging
         self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
@@ -232,9 +255,12 @@ class HostTransport(WeightTransport):
         self._stored: UnitOnDisk | None = None  # with a master in the file
         self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
         self.streams = facts.strategy.params is SHARD and place != "device"
+        dtype = facts.precision.compute_dtype(facts.dtype)
+        as_it_is = is_here(facts.device) and dtype == facts.dtype and inner.form is None
+        self.sends_master = as_it_is and place == "device" and not stores
         shards = self.streams or (facts.strategy.params is SHARD and inner.comm.world_size > 1)
-        if shards and inner.form is None and place in ("device", "host"):
-            dtype, numel = facts.precision.compute_dtype(facts.dtype), self._own.stop - self._own.start
+        if shards and inner.form is None and place in ("device", "host") and not self.sends_master:
+            numel = self._own.stop - self._own.start
             if place == "host":
                 num_bytes = room(numel * dtype.itemsize)
                 slab = Slab(num_bytes, device=facts.device, pinned=staging.pins(num_bytes))
@@ -245,6 +271,9 @@ class HostTransport(WeightTransport):
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Bring the shard to the device, if that is older than the master, and have it made ready there."""
+        if self.sends_master:
+            self.inner.prepare(full, master, changed=changed)
+            return
         own, is_cast = full[self._own], self._take_cast(self._staging.streams)
         if self.form is not None:  # it is the wide values that are encoded
             with self._readable(master) as values:
@@ -294,7 +323,7 @@ class HostTransport(WeightTransport):
             streams: of the device.
             after: a mark behind all that reads the weights of before the step.
         """
-        if self.form is not None:  # it is the wide values that are encoded
+        if self.form is not None or self.sends_master:  # of a format, it is the wide values that are encoded
             return
         target = self._shard
         if target is None and full is not None:

@@ -66,7 +66,8 @@ class HostGroup(FlatGroup):
         self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
     ) -> FlatParams:
         settings, at = (facts.strategy, facts.rank_groups, facts.precision, init, facts.layout), self._at
-        host = HostTransport(transport, facts, place=at.settings.weights, staging=at.staging)
+        stores = at.settings.master == "disk"
+        host = HostTransport(transport, facts, place=at.settings.weights, staging=at.staging, stores=stores)
         own = {"update": self.update, "stored": self.stored}
         return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, **own)
 
