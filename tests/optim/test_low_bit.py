@@ -241,7 +241,7 @@ HOST_BYTES = {torch.optim.AdamW: (4, 8), AdamW8bit: (4, 2), FlashAdamW: (2, 3)} 
 def test_memory_of_the_host_falls_with_the_states(cls):
     dtype = torch.bfloat16 if cls is FlashAdamW else torch.float32
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
-    zero = Zero(model, 2, list(model), NullCommunicator(2), offload=Offload())
+    zero = Zero(model, 3, list(model), NullCommunicator(2), offload=Offload())
     optimizer = zero.optimizer(cls)
     model(torch.ones(1, 64, dtype=dtype)).float().sum().backward()
     optimizer.step()
