@@ -29,6 +29,15 @@ def test_a_product_of_matrices_is_two_flops_for_each_multiplication():
     assert (work.flops, work.num_bytes, work.dtype) == (2 * 3 * 5 * 7, 4 * (15 + 35 + 21), "float32")
 
 
+def test_a_product_knows_how_its_factors_lie_in_memory():
+    layer, x = torch.nn.Linear(5, 7, bias=False), torch.zeros(3, 5, requires_grad=True)
+    works = _works(lambda: layer(x).square().sum().backward())
+    assert [work.layout for work in works if work.shape] == ["nt", "tn", "nn"]
+    assert {work.layout for work in works if not work.shape} == {None}
+    batch = torch.zeros(2, 3, 3)
+    assert [work.layout for work in _works(lambda: torch.bmm(batch.mT, batch.mT))] == ["tt"]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_four_flops_for_each_pair_and_feature_and_half_of_it_under_the_mask(causal):
     q = torch.zeros(2, 3, 16, 8)

@@ -41,6 +41,9 @@ TRAINING_SHARE = 0.8
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
 DiskWork = Literal["walk", "gather", "write"]
+# Of a matrix product's two factors in memory, as BLAS names them: a linear layer computes "nt", its weights' gradient
+# "tn", its inputs' "nn". A CPU without instructions for bfloat16 takes ten times as long for "nn" as for "tn".
+Layout = Literal["nt", "tn", "nn", "tt"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Device:
     disk_write_bytes_per_s: float = 0.0
     # by ``walk``, ``gather``, ``write``, seconds of a CPU's computation that a byte of it costs
     disk_beside_s: Mapping[DiskWork, float] = field(default_factory=dict)
+    # by dtype, the FLOP/s of products of factors in that layout as a multiple of ``matmul_flops_per_s``; missing: 1
+    matmul_layouts: Mapping[str, Mapping[Layout, float]] = field(default_factory=dict)
     host_memory_bytes: int = 0  # of a node, for all of its ranks; 0: not known
     # by quantisation (``int8 quantise``, say), seconds for each call and for each element; see
     # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.

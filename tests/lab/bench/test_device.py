@@ -33,7 +33,7 @@ def test_a_constant_and_a_rate_are_fitted_to_sizes_and_noise_does_not_bend_the_f
 
 def _found():
     """Medians by hand: 6 GFLOP/s of products, half of it in attention, and collectives of 1 ms and 1 GB/s."""
-    seconds = {"matmul float32 a": [1.0], "matmul float32 b": [2.0], "attention float32": [1.0]}
+    seconds = {"matmul float32 a nt": [1.0], "matmul float32 a nn": [2.0], "attention float32": [1.0]}
     seconds |= {
         "copy": [1.0],
         "anew": [1.0],
@@ -43,7 +43,7 @@ def _found():
         "kernel": [1.0],
         "hook": [1.5],
     }
-    amounts = {"matmul float32 a": 4e9, "matmul float32 b": 14e9, "attention float32": 3e9}
+    amounts = {"matmul float32 a nt": 9e9, "matmul float32 a nn": 9e9, "attention float32": 3e9}
     amounts |= {"copy": 8e9, "anew": 6e9, "update": 6e9, "bus": 1e9, "gelu": 5e8, "kernel": 1e5, "hook": 1e4}
     for op in device.OPS:
         for size, num_bytes in device.SIZES.items():
@@ -57,6 +57,7 @@ def test_the_calibration_has_rates_shares_and_a_link():
     found = device.calibration_of(_found(), 4, "torch", "cpu", 1)
     measured, link = found.device, found.link
     assert measured.matmul_flops_per_s == {"float32": 6e9}
+    assert measured.matmul_layouts == {"float32": {"nt": 1.5, "nn": 0.75}}
     assert (measured.attention_share, measured.bytes_per_s, measured.memory_share) == (0.5, 8e9, 0.75)
     assert (measured.gelu_s, measured.kernel_s, measured.hook_s) == (2e-9, 1e-5, 5e-5)
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s) == (3e9, 2e9)
@@ -82,6 +83,10 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     there = calibration.device
     assert min(there.disk_walk_bytes_per_s, there.disk_gather_bytes_per_s, there.disk_write_bytes_per_s) > 0
     assert set(there.disk_beside_s) == {"walk", "gather", "write"}
+    assert {name: set(shares) for name, shares in there.matmul_layouts.items()} == {
+        "float32": {"nt", "tn", "nn"},
+        "bfloat16": {"nt", "tn", "nn"},
+    }
     gc.collect()
     assert not (tmp_path / "disk").exists()
     assert set(calibration.device.conversions) == {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
@@ -104,6 +109,11 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     )
     with pytest.raises(UserError, match="has a rate, size or share that is not a positive number"):
         read_calibration(tmp_path / "damaged.json")
+    for layouts, said in (({"mm": 1.0}, r"damaged \(device.matmul_layouts.float32.mm"), ({"nn": 0.0}, "a rate, size")):
+        broken = content["device"] | {"matmul_layouts": {"float32": layouts}}
+        (tmp_path / "damaged.json").write_text(json.dumps({**content, "device": broken}))
+        with pytest.raises(UserError, match=said):
+            read_calibration(tmp_path / "damaged.json")
     del content["device"]["conversions"]  # as earlier versions wrote it
     (tmp_path / "old.json").write_text(json.dumps(content))
     assert read_calibration(tmp_path / "old.json").device == replace(

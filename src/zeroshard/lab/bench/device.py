@@ -3,7 +3,8 @@
 All ranks measure at the same time, because ranks of one machine share its cores and its memory. If four ranks share two
 cores, the rate that one of them reaches here is the rate that it will reach in a training step.
 
-    matmul      FLOP/s of matrix products as large as a model's, by dtype: the forward product and both of backward
+    matmul      FLOP/s of matrix products as large as a model's, by dtype: the forward product and both of backward;
+                on a CPU each by itself
     attention   FLOP/s of fused causal attention, forward and backward, as a share of the matmul rate
     memory      bytes/s of a copy, reads and writes; and those of an operation that allocates its output, as a share
     update      bytes/s of AdamW's update on the host, where offloaded states are updated
@@ -32,7 +33,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -47,6 +48,7 @@ from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ran
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.bench.settings import DeviceBench
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
+from zeroshard.profiling.devices import Layout
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 calls)
@@ -126,7 +128,11 @@ def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, 
 
     for dtype in operation_cases.dtypes(device):
         for m, k, n in operation_cases.products(device, dtype):
-            add(f"matmul {str(dtype)[6:]} {m}x{k}x{n}", operation_cases.matmul(m, k, n, dtype, device))
+            name = f"matmul {str(dtype)[6:]} {m}x{k}x{n}"
+            if device.type == "cuda":
+                add(name, operation_cases.matmul(m, k, n, dtype, device))
+            for layout, case in operation_cases.linear(m, k, n, dtype, device).items() if device.type == "cpu" else ():
+                add(f"{name} {layout}", case)
     attention_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     add(f"attention {str(attention_dtype)[6:]}", operation_cases.attention(attention_dtype, device))
     add("copy", operation_cases.copy(device))
@@ -252,15 +258,21 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
     middle = {name: statistics.median(times) for name, times in found["seconds"].items()}
     amounts = found["amounts"]
 
-    def rate(name: str) -> float:
-        return amounts[name] / middle[name]
+    def rate(*names: str) -> float:
+        return sum(amounts[name] for name in names) / sum(middle[name] for name in names)
 
     by_dtype: dict[str, list[str]] = {}
     for name in amounts:
         if name.startswith("matmul "):
             by_dtype.setdefault(name.split()[1], []).append(name)
-    matmul = {
-        dtype: sum(amounts[n] for n in names) / sum(middle[n] for n in names) for dtype, names in by_dtype.items()
+    matmul = {dtype: rate(*names) for dtype, names in by_dtype.items()}
+    layouts: dict[str, dict[Layout, float]] = {
+        dtype: {
+            layout: rate(*of_it) / matmul[dtype]
+            for layout in get_args(Layout)
+            if (of_it := [name for name in names if name.split()[3:] == [layout]])
+        }
+        for dtype, names in by_dtype.items()
     }
     attention = next(name for name in amounts if name.startswith("attention "))
     name = torch.cuda.get_device_name() if device_type == "cuda" else f"this machine, {num_threads} threads a rank"
@@ -269,6 +281,7 @@ def calibration_of(found: Mapping[str, Any], world: int, comm: str, device_type:
         name=name,
         memory_bytes=memory,
         matmul_flops_per_s=matmul,
+        matmul_layouts=layouts if device_type == "cpu" else {},
         bytes_per_s=rate("copy"),
         source=f"zeroshard bench device, {world} ranks at once, {environment()['processor']}",
         attention_share=min(rate(attention) / matmul[attention.split()[1]], 1.0),

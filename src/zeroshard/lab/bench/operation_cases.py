@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.lab.predict.rates import MEASURED_ATTENTION
+from zeroshard.profiling.devices import Layout
 from zeroshard.zero import Zero
 
 
@@ -17,7 +18,7 @@ def products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, i
     """Sizes (tokens, inputs, outputs) of matrix products: a small model's on a CPU, a large one's on a GPU."""
     if device.type == "cuda":
         return [(8192, 4096, 4096), (8192, 4096, 14336)]
-    return [(256, 384, 1536), (512, 512, 2048)] if dtype == torch.float32 else [(256, 384, 1536)]
+    return [(256, 384, 1536), (512, 512, 2048) if dtype == torch.float32 else (256, 1536, 384)]
 
 
 def dtypes(device: torch.device) -> list[torch.dtype]:
@@ -25,10 +26,19 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
     return [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
 
 
+def linear(
+    m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+) -> dict[Layout, tuple[float, Callable[[], object]]]:
+    """The three matrix products of a linear layer (one forward, two backward) by their layout, and each one's FLOPs."""
+    x, w, g = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (n, k), (m, n)))
+    calls: dict[Layout, Callable[[], object]] = {"nt": lambda: x @ w.t(), "tn": lambda: g.t() @ x, "nn": lambda: g @ w}
+    return {layout: (2.0 * m * k * n, call) for layout, call in calls.items()}
+
+
 def matmul(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:
-    """The three matrix products of a linear layer (one forward, two backward), and their FLOPs."""
-    x, w, g = (torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n), (m, n)))
-    return 6.0 * m * k * n, lambda: (x @ w, x.t() @ g, g @ w.t())
+    """The three products of `linear` as one case."""
+    cases = linear(m, k, n, dtype, device).values()
+    return sum(amount for amount, _ in cases), lambda: [call() for _, call in cases]
 
 
 def attention(dtype: torch.dtype, device: torch.device) -> tuple[float, Callable[[], object]]:

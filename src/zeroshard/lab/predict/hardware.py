@@ -244,6 +244,7 @@ def read_calibration(path: str | Path, field: str = "gpu") -> Calibration:
     rates += [device.disk_gather_bytes_per_s, device.disk_write_bytes_per_s]
     rates += [device.host_memory_bytes]
     facts += [rate for rate in rates if rate != 0]  # 0: not measured
+    facts += itertools.chain.from_iterable(each.values() for each in device.matmul_layouts.values())
     facts += [device.matmul_share, device.attention_share, device.memory_share, device.in_step]
     times = [device.kernel_s, device.gelu_s, device.hook_s, *device.disk_beside_s.values()]
     times += [*itertools.chain.from_iterable(device.conversions.values())]

@@ -82,6 +82,8 @@ def operation_s(work: Work, device: Device, attention: Attention = "flash-2") ->
         return sustained_s(work, device, attention)
     rates = device.matmul_flops_per_s
     rate = rates.get(work.dtype) or rates.get("float32") or max(rates.values())
+    if work.layout is not None:
+        rate *= device.matmul_layouts.get(work.dtype, {}).get(work.layout, 1.0)
     share, num_bytes = device.attention_share if work.attention else device.matmul_share, work.num_bytes
     if device.is_measured_gpu:
         num_bytes += work.lost_bytes

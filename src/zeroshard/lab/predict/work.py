@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
+from zeroshard.profiling.devices import Layout
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Work:
     backward: bool = False  # whether it is the backward of a fused attention kernel
     # bytes that a GPU would move in the time by which the operation is slower than its ``num_bytes``: see `_lost_bytes`
     lost_bytes: int = 0
+    layout: Layout | None = None  # of a matrix product's factors
     # elements of a tanh GELU or of its derivative, which on a CPU can take longer than its memory traffic
     num_gelus: int = 0
     # parameters whose gradients are handed to the engine in Python. Such a `Work` is not an operation; on a CPU it
@@ -63,19 +65,19 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if not mutable and given and all(leaf.untyped_storage()._cdata in given for leaf in outputs):
         return None
     attention = "attention" in str(packet)
-    flops, shape, backward = 0, (), "backward" in str(packet)
+    flops, shape, layout, backward = 0, (), None, "backward" in str(packet)
     if attention:
         flops = _attention_flops(func, args, backward=backward)
         query, key = (args[1], args[2]) if backward else (args[0], args[1])
         shape = (query.shape[0] * query.shape[1], query.shape[-2], key.shape[-2], query.shape[-1])
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
-        shape = _product_shape(func, args)
+        shape, layout = _product_shape(func, args), _layout(func, args)
     num_bytes = sum(bytes_read(leaf) for leaf in (*inputs, *outputs))
     dtype = dtype_name(outputs[0].dtype)
     num_gelus = outputs[0].numel() if packet in _GELUS and kwargs.get("approximate") == "tanh" else 0
     lost_bytes = _lost_bytes(packet, inputs, outputs, num_bytes)
-    return Work(flops, num_bytes, dtype, attention, shape, attention and backward, lost_bytes, num_gelus)
+    return Work(flops, num_bytes, dtype, attention, shape, attention and backward, lost_bytes, layout, num_gelus)
 
 
 # Of the rate of elementwise operations. In a traced step of GPT-2 124M on an H100, which wrote 2.88 TB/s: concatenation
@@ -104,6 +106,7 @@ def _lost_bytes(packet: Any, inputs: list[Tensor], outputs: list[Tensor], num_by
     return round(num_bytes * (1 / STRIDED_SHARE - 1)) if strided else 0
 
 
+_LAYOUTS: dict[str, Layout] = {layout: layout for layout in get_args(Layout)}
 _FIRST_FACTOR = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}  # which argument is the first factor
 
 
@@ -115,6 +118,15 @@ def _product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     left, right = args[first], args[first + 1]
     batch = left.shape[0] if left.dim() == 3 else 1
     return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def _layout(func: Any, args: tuple[Any, ...]) -> Layout | None:
+    """The layout of a product's factors in memory; None for another operation."""
+    first = _FIRST_FACTOR.get(func._overloadpacket)
+    if first is None:
+        return None
+    left, right = ("t" if factor.stride(-2) == 1 < factor.stride(-1) else "n" for factor in args[first : first + 2])
+    return _LAYOUTS[left + right]
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
