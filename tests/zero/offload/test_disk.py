@@ -479,6 +479,18 @@ def test_files_of_a_killed_run_are_removed_and_said_and_a_folder_that_was_made_g
     assert capsys.readouterr().err == ""
 
 
+def test_a_folder_that_cannot_be_removed_stays(tmp_path, monkeypatch):
+    own = file_of_rank(tmp_path / "states", 0)
+
+    def busy(folder):
+        raise OSError(errno.EBUSY, "it is mounted", os.fspath(folder))
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    own.close()
+    assert not own.path.exists()
+    assert own.path.parent.exists()
+
+
 @pytest.mark.parametrize("ends_too", [False, True])
 def test_a_rank_that_makes_its_file_while_another_removes_the_folder_removes_it_later(tmp_path, monkeypatch, ends_too):
     own, others, rmdir = file_of_rank(tmp_path / "states", 0), [], Path.rmdir

@@ -525,5 +525,7 @@ def _remove_folder(folder: Path) -> None:
             (folder / MADE).unlink()
             try:
                 folder.rmdir()
-            except OSError:  # another rank has made its file meanwhile: then its end removes the folder
+            except OSError as error:  # another rank has made its file meanwhile: then its end removes the folder
                 (folder / MADE).touch()
+                if error.errno != errno.ENOTEMPTY:
+                    return
