@@ -219,34 +219,42 @@ def state_bytes(
             grads = [_grads_in_file(b, strategy, rank, precision, offload) for b in buffers if b.name in away]
             total[SLOTS] += min(NUM_GRAD_SLOTS, len(grads)) * max(grads, default=0)
     for buffer in buffers:
+        updates = (buffer.layout.keeps_tensors_whole and whole_optimizer) or optimizer
+        job = buffer, strategy, rank, updates, precision, device_type, num_reductions
         if buffer.name in away:
             assert offload is not None
-            whole = None if not buffer.layout.keeps_tensors_whole else whole_optimizer
-            found = _away_bytes(
-                buffer, strategy, rank, whole or optimizer, precision, offload, device_type, num_reductions
-            )
+            found = _away_bytes(*job, offload)
             if reproducible:
                 found["grads"] = _wide_bytes(buffer, rank)
                 found["host_grads"] = _exact_bytes(buffer, strategy, rank, precision) - found["grads"]
-            for category, num_bytes in found.items():
-                total[category] += num_bytes
-            continue
-        weights, masters = _weight_bytes(buffer, strategy, rank, precision)
-        if buffer.name in frozen_away:
-            on_host = buffer.layout.own_numel(rank) * precision.compute_dtype(buffer.dtype).itemsize
-            total[HOST["params"]] += on_host
-            weights -= on_host
-        total["params"] += weights
-        total["master"] += masters
-        if buffer.trained:
-            if reproducible:
-                total["grads"] += _exact_bytes(buffer, strategy, rank, precision)
-            else:
-                total["grads"] += _grad_bytes(buffer, strategy, rank, precision, num_reductions)
-            kept = optimizer if not buffer.layout.keeps_tensors_whole or whole_optimizer is None else whole_optimizer
-            owner = rank if _shards_optim(buffer, strategy) else None
-            total["optimizer"] += _optimizer_bytes(buffer, owner, kept, device_type)
+        else:
+            found = _here_bytes(*job)
+            if reproducible and buffer.trained:
+                found["grads"] = _exact_bytes(buffer, strategy, rank, precision)
+            if buffer.name in frozen_away:
+                on_host = buffer.layout.own_numel(rank) * precision.compute_dtype(buffer.dtype).itemsize
+                found |= {HOST["params"]: on_host, "params": found["params"] - on_host}
+        for category, num_bytes in found.items():
+            total[category] += num_bytes
     return total
+
+
+def _here_bytes(
+    buffer: Buffer,
+    strategy: ShardingStrategy,
+    rank: int,
+    optimizer: OptimizerState,
+    precision: MixedPrecision,
+    device_type: str,
+    num_reductions: int,
+) -> dict[str, int]:
+    """Bytes of a buffer whose state is on the device, by category."""
+    found = dict(zip(("params", "master"), _weight_bytes(buffer, strategy, rank, precision), strict=True))
+    if buffer.trained:
+        owner = rank if _shards_optim(buffer, strategy) else None
+        found["grads"] = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
+        found["optimizer"] = _optimizer_bytes(buffer, owner, optimizer, device_type)
+    return found
 
 
 def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
@@ -356,9 +364,9 @@ def _away_bytes(
     rank: int,
     optimizer: OptimizerState,
     precision: MixedPrecision,
-    offload: Offload,
     device_type: str,
     num_reductions: int,
+    offload: Offload,
 ) -> dict[str, int]:
     """Bytes of a buffer whose state is off the device, by category."""
     layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
