@@ -1,14 +1,17 @@
 """Muon for the blocks' matrices and AdamW for the rest, as one optimizer."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exactness import same_bits
 from zeroshard import Zero
 from zeroshard.comm import run_threads
+from zeroshard.models import gpt2
 from zeroshard.optim import MuonAdamW, muon, muon_groups
 
 SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "momentum": 0.9}
@@ -17,9 +20,9 @@ SETTINGS = {"lr": 0.01, "betas": (0.8, 0.9), "momentum": 0.9}
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Linear(3, 4, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
-        self.head = nn.Linear(4, 3)
+        self.embed = nn.Linear(3, 12, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 12)) for _ in range(2))
+        self.head = nn.Linear(12, 3)
 
     def forward(self, x):
         x = self.embed(x)
@@ -83,6 +86,47 @@ def test_in_fp32_the_options_of_a_group_are_torch_s(monkeypatch):
     (ours, *_), (theirs, *_) = _groups(net), _groups(other)
     trained = _train(net, [MuonAdamW([ours | options], **SETTINGS)])
     assert same_bits(trained, _train(other, [torch.optim.Muon(theirs["params"], 0.01, momentum=0.9, **options)]))
+
+
+class Products(TorchDispatchMode):
+    """How often each operation was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("numel", "deterministic", "batches"), [(2**26, False, 4), (16 * 48, False, 40), (2**26, True, 48)]
+)
+def test_matrices_of_one_shape_are_one_product_up_to_a_bound_and_have_the_bits_of_one_by_one(
+    numel, deterministic, batches, monkeypatch
+):
+    monkeypatch.setattr(muon, "BATCH_NUMEL", numel)
+    model = gpt2.GPT2(gpt2.GPT2Config(vocab_size=32, seq_len=8, n_layer=12, n_head=2, n_embd=16))
+    groups = muon_groups(model.named_parameters(), 0.1, [f"blocks.{i}" for i in range(12)])
+    matrices = groups[0]["params"]
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(param.shape, generator=generator) for param in matrices]
+    apart = [nn.Parameter(param.detach().clone()) for param in matrices]
+    for params in (matrices, apart):
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+    optim = MuonAdamW(groups, **SETTINGS)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with Products() as products:
+        optim.step()
+    assert {name: count for name, count in products.count.items() if name.endswith("mm")} == {
+        "bmm": 5 * batches,
+        "baddbmm": 10 * batches,
+    }
+    for param in apart:
+        MuonAdamW([{"params": [param], "weight_decay": 0.1, "matrices": True}], **SETTINGS).step()
+    assert all(map(torch.equal, matrices, apart))
 
 
 def test_a_saved_state_goes_on_where_it_stopped():

@@ -27,7 +27,7 @@ def step_both(theirs, muon_, ours, low, num_steps):
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.5}])
 @pytest.mark.parametrize("products", ["bfloat16", "fp32"])
 def test_steps_are_near_those_of_torch_s_muon(settings, products, monkeypatch):
-    monkeypatch.setattr("zeroshard.optim.muon8bit.multiplies_bfloat16", lambda device: products == "bfloat16")
+    monkeypatch.setattr("zeroshard.optim.muon.multiplies_bfloat16", lambda device: products == "bfloat16")
     theirs, muon_, ours, low = pair(**settings)
     first = theirs.detach().clone()
     step_both(theirs, muon_, ours, low, 20)
@@ -35,7 +35,7 @@ def test_steps_are_near_those_of_torch_s_muon(settings, products, monkeypatch):
 
 
 def test_the_first_step_is_torch_s_to_the_bit(monkeypatch):
-    monkeypatch.setattr("zeroshard.optim.muon8bit.multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr("zeroshard.optim.muon.multiplies_bfloat16", lambda device: True)
     theirs, muon_, ours, low = pair()
     step_both(theirs, muon_, ours, low, 1)
     assert torch.equal(ours, theirs)

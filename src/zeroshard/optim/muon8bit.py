@@ -20,7 +20,7 @@ from torch.optim import Muon, Optimizer
 
 from zeroshard.kernels import state_codes
 from zeroshard.optim.low_bit import ADAMW_STATES, AdamW8bit, check_block, load_codes
-from zeroshard.optim.muon import MATRICES, MuonAdamW, multiplies_bfloat16, take_update
+from zeroshard.optim.muon import MATRICES, MuonAdamW, product_dtype, take_updates
 from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
 
 _STATES = frozenset({"momentum_buffer_codes", "momentum_buffer_scales"})
@@ -92,9 +92,8 @@ class Muon8bit(Optimizer):
                     )
                 mean.lerp_(grad, 1 - momentum)
                 state.update(state_codes.as_codes({"momentum_buffer": mean}, block))
-                # [Note: Products in fp32] in `muon`
-                dtype = torch.bfloat16 if multiplies_bfloat16(param.device) else torch.float32
-                take_update(param, grad.lerp(mean, momentum) if group["nesterov"] else mean, group, dtype)
+                update = grad.lerp(mean, momentum) if group["nesterov"] else mean
+                take_updates([param], [update], group, product_dtype(param.device))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

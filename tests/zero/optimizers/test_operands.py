@@ -92,13 +92,13 @@ def test_a_class_that_may_step_unit_by_unit_steps_on_the_thread_of_updates(cls, 
 
 @pytest.mark.parametrize("cls", [Muon8bit, MuonAdamW8bit])
 def test_muon_in_8_bits_steps_unit_by_unit_on_the_thread_of_updates(cls, monkeypatch):
-    own, threads, found = muon8bit.take_update, [], []
+    own, threads, found = muon8bit.take_updates, [], []
 
     def spying(*args):
         threads.append(threading.current_thread().name)
         own(*args)
 
-    monkeypatch.setattr(muon8bit, "take_update", spying)
+    monkeypatch.setattr(muon8bit, "take_updates", spying)
     for offload in (None, Offload()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
