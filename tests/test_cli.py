@@ -412,6 +412,7 @@ def test_a_failed_import_keeps_its_words(monkeypatch):
         (OSError(28, "No space left on device"), 5, "the disk: No space left on device; free space, or "),
         (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied; name a path that can be used"),
         (RuntimeError("can't start new thread"), 1, "threads: no more can be started; raise the limits on memory "),
+        (RuntimeError("unable to start watchdog thread"), 1, "threads: no more can be started; raise the limits on "),
         (OSError(12, "Cannot allocate memory"), 1, "memory: ran out; "),
     ],
 )
@@ -422,6 +423,21 @@ def test_what_the_machine_refuses_is_one_line(error, status, line, monkeypatch, 
     monkeypatch.setattr(start, "run_training", fails)
     assert main(["train"]) == status
     assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_an_error_is_told_even_where_its_clean_up_is_cut_short(monkeypatch, capsys):
+    """A rank that ran out of memory closes its communicator; its peers fail, and the launcher has it end."""
+
+    def fails(*args: object) -> int:
+        try:
+            raise MemoryError
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    monkeypatch.setattr(start, "run_training", fails)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.startswith("error: memory: ran out; ")
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):

@@ -62,29 +62,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _stdout_is_gone():
             raise
         return 128 + signal.SIGPIPE
-    except UserError as error:
-        say(str(error))
-        return ExitStatus.USAGE
-    except OSError as error:
-        refused = path_line(error)
-        if refused is None and not is_out_of_memory(error):
-            raise
-        status, line = refused or (ExitStatus.FAILED, memory_line(error, _NEEDS_OTHERS_LESS))
-        say(line)
-        return status
-    except (RuntimeError, MemoryError, ImportError) as error:
-        if is_out_of_threads(error):
-            say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
-            return ExitStatus.FAILED
-        if not is_out_of_memory(error):
-            raise
-        todo = _NEEDS_LESS if argv[:1] == ["train"] else _NEEDS_OTHERS_LESS
-        say(memory_line(error, todo))
-        return ExitStatus.FAILED
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
     except _TerminatedError as stop:
-        return stop.status
+        # A rank that cleans up after an error is asked to end, once its peers have noticed: the error is what counts.
+        cause = stop.__context__
+        reported = _reported(cause, argv) if isinstance(cause, Exception) else None
+        return stop.status if reported is None else reported
+    except Exception as error:
+        status = _reported(error, argv)
+        if status is None:
+            raise
+        return status
+
+
+def _reported(error: Exception, argv: Sequence[str]) -> int | None:
+    """Say in one line what went wrong and return the exit status; None for an error that needs its traceback."""
+    if isinstance(error, UserError):
+        say(str(error))
+        return ExitStatus.USAGE
+    if isinstance(error, OSError) and (refused := path_line(error)) is not None:
+        say(refused[1])
+        return refused[0]
+    if is_out_of_threads(error):
+        say(f"threads: no more can be started; {_NEEDS_HIGHER_LIMITS}")
+        return ExitStatus.FAILED
+    if isinstance(error, OSError | RuntimeError | MemoryError | ImportError) and is_out_of_memory(error):
+        less = argv[:1] == ["train"] and not isinstance(error, OSError)
+        say(memory_line(error, _NEEDS_LESS if less else _NEEDS_OTHERS_LESS))
+        return ExitStatus.FAILED
+    return None
 
 
 def _stdout_is_gone() -> bool:

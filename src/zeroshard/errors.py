@@ -61,7 +61,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_out_of_threads(error: BaseException) -> bool:
     """Whether a thread could not be started: because of a limit on processes, or on memory for its stack."""
-    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    said = ("can't start new thread", "unable to start watchdog thread")  # the last one is faulthandler's
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
 
 
 def path_line(error: OSError) -> tuple[ExitStatus, str] | None:

@@ -1,5 +1,6 @@
 """Memory that ranks share: it joins one host alone, and sums run in the order of ranks."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -180,19 +181,29 @@ def test_a_segment_of_another_user_is_not_attached(monkeypatch):
     theirs.close()
 
 
-def test_a_segment_says_whether_its_owner_lives():
+@pytest.mark.parametrize("num_bytes", [4096, 1 << 60])
+def test_a_segment_says_whether_its_owner_lives(num_bytes):
+    """Also one that may map no more memory, as under `ulimit -v`."""
     heard, told = os.pipe()
+    attached, go = os.pipe()
     child = os.fork()  # another process, whose lock is seen
     if child == 0:
-        os.write(told, mapped.Segment.create(0, 3, 4096).path.encode())
+        own = mapped.Segment.create(0, 3, 4096)
+        os.write(told, own.path.encode())
+        os.read(attached, 1)
+        with contextlib.suppress(OSError):
+            kept = own.extend(num_bytes)  # noqa: F841
+        os.write(told, b"done")
         signal.pause()
     try:
         segment = mapped.Segment.attach(os.read(heard, 100).decode(), 0, 3)
+        os.write(go, b".")
+        assert os.read(heard, 100) == b"done"
         assert segment.owner_lives()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert not segment.owner_lives()
     segment.close()
-    os.close(heard)
-    os.close(told)
+    for end in (heard, told, attached, go):
+        os.close(end)

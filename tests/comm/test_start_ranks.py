@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import forked
@@ -194,6 +195,18 @@ def test_workers_that_end_well_end_in_zero():
 )
 def test_the_root_cause_decides_the_status(failures, status, line):
     assert root_cause(failures) == Ending(status, line)
+
+
+@pytest.mark.parametrize("asked_code", [143, -signal.SIGTERM, -signal.SIGKILL])
+def test_a_rank_that_the_launcher_has_ended_is_no_cause(asked_code, monkeypatch):
+    """Rank 1 has said why; rank 0, which still ran then, was asked to end."""
+    failures = {rank: ProcessFailure(rank, 0, code, "no such file") for rank, code in ((0, asked_code), (1, 4))}
+    failures[1].error_file_data = {"message": "rank 1: why"}
+    polled = RunProcsResult({}, failures)
+    monkeypatch.setattr(elastic.SubprocessContext, "_poll", lambda self: polled)
+    ranks = object.__new__(elastic._Ranks)
+    ranks._asked_to_end = {0}
+    assert _ending(ranks._poll().failures) == Ending(4, "rank 1: why")
 
 
 def test_a_rank_that_has_spoken_itself_leaves_nothing_to_print(tmp_path, monkeypatch):

@@ -275,7 +275,7 @@ class _Ranks(SubprocessContext):
             ended_here = {
                 rank
                 for rank in self._asked_to_end & result.failures.keys()
-                if result.failures[rank].exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+                if result.failures[rank].exitcode in (-signal.SIGKILL, -signal.SIGTERM, ExitStatus.TERMINATED)
             }
             if ended_here < result.failures.keys():
                 for rank in ended_here:

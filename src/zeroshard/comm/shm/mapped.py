@@ -14,7 +14,8 @@ A rank that waits sleeps in the kernel until the word changes (by futex; without
 the core, and the interpreter's lock, from computation.
 
 [Note: the dead are noticed] Each rank holds a POSIX lock on its own segment. The kernel drops the lock when the process
-ends, however it ends. A rank that has waited for `_LOOK_S` tries to take the peer's lock.
+ends, however it ends. A rank that has waited for `_LOOK_S` tries to take the peer's lock. The kernel also drops it when
+the process closes any descriptor of that file, such as the copy that a mapping keeps: mappings live as long as it does.
 """
 
 from __future__ import annotations
@@ -124,11 +125,19 @@ class Segment:
         """Lengthen the file by ``num_bytes``; return where they start in the file, and a mapping of them.
 
         Only the owner may call it. No page of them is allocated before `reserve`.
+
+        Raises:
+            OSError: this process may map no more.
         """
         start = self._num_bytes
         os.ftruncate(self._fd, start + num_bytes)
         self._num_bytes += num_bytes
-        return start, self.map(start, num_bytes)
+        try:
+            return start, self.map(start, num_bytes)
+        except OSError:
+            # mmap has closed its copy of the descriptor, and POSIX drops a process's locks on a file with any of them
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            raise
 
     def reserve(self, start: int, num_bytes: int) -> None:
         """Allocate the pages of the ``num_bytes`` that begin at ``start``.
