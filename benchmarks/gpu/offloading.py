@@ -21,7 +21,7 @@ from zeroshard.zero import Offload, Zero
 # NVIDIA-NeMo/RL, issue 3628, has Qwen3-0.6B on one H100: 0.752 s and 15.24 GiB without offloading, 1.678 s and
 # 10.53 GiB with all of the optimizer offloaded.
 NAME = "qwen3-0.6b"
-# Published of Qwen2.5-7B on one GPU: 14,000 tokens/s (llmq, README, 524,288 tokens a step), 272 TFLOP/s (MegaTrain,
+# Published of Qwen2.5-7B on one GPU: 13,860 tokens/s (llmq, all in bf16, not offloaded), 272 TFLOP/s (MegaTrain,
 # arXiv 2604.05091).
 HOST_BYTES_7B = 6.74e9 * 16  # fp32 master, two states, gradient
 
