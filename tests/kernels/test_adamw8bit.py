@@ -1,6 +1,10 @@
 import logging
 import multiprocessing
+import os
+import shutil
+import stat
 import threading
+from hashlib import sha256
 
 import pytest
 import torch
@@ -206,15 +210,70 @@ def test_without_a_compiler_or_a_folder_one_line_says_what_happens(trouble, monk
     assert "\n" not in record.message
 
 
-def test_a_library_of_another_system_is_made_anew(compiled, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for _ in range(2):
+def changed(path, change):
+    content = bytearray(path.read_bytes())
+    change(content)
+    path.unlink()  # what is loaded may not change
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+def flip(content):
+    content[len(content) // 2] ^= 1
+
+
+UNTRUSTED = {
+    "cut": lambda path: changed(path, lambda content: content.__delitem__(slice(len(content) // 2, None))),
+    "one bit": lambda path: changed(path, flip),
+    "others may write to it": lambda path: path.chmod(0o620),
+    "a link": lambda path: path.symlink_to(path.rename(path.with_suffix(".elsewhere"))),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.fixture
+def num_compiled(compiled, monkeypatch, tmp_path):
+    """Loads the loop as a new process would; returns how often it was compiled so far, which is a copy here: fast."""
+    made, commands = cpu_loops.loop(adamw8bit.LOOP)._name, []
+
+    def compiles(command, **_):
+        commands.append(command)
+        shutil.copyfile(made, command[-1])
+
+    def loads():
         cpu_loops.loop.cache_clear()
         assert cpu_loops.loop(adamw8bit.LOOP) is not None
-        (file,) = (tmp_path / "zeroshard").glob("*.so")
-        file.unlink()
-        file.write_bytes(b"of another system")
+        return len(commands)
+
+    monkeypatch.setattr(cpu_loops.subprocess, "run", compiles)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield loads
     cpu_loops.loop.cache_clear()
+
+
+@pytest.mark.parametrize("how", UNTRUSTED)
+def test_a_library_that_is_not_to_be_trusted_is_made_anew(how, num_compiled, tmp_path):
+    assert (num_compiled(), num_compiled()) == (1, 1)
+    (path,) = tmp_path.rglob("*.so")
+    UNTRUSTED[how](path)
+    assert (num_compiled(), num_compiled()) == (2, 2)
+    assert sha256(path.read_bytes()).hexdigest() == path.stem.rpartition("-")[2]
+    assert path.lstat().st_mode == stat.S_IFREG | 0o600
+
+
+@pytest.mark.parametrize("why", ["belongs to user", "may be written by other users"])
+def test_a_folder_that_others_may_write_to_is_not_used(why, num_compiled, monkeypatch, caplog, tmp_path):
+    num_compiled()
+    folder, owners = tmp_path / "zeroshard", [os.geteuid() + 1]
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    if why == "belongs to user":  # asked first for the folder
+        monkeypatch.setattr(cpu_loops.os, "geteuid", lambda: owners.pop() if owners else os.getuid())
+    else:
+        folder.chmod(0o770)
+    assert num_compiled() == 2
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    (record,) = caplog.records
+    assert f"kernels: loops are compiled in each process: {folder} {why}" in record.message
 
 
 @pytest.mark.parametrize(
