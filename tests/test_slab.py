@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import resource
 from contextlib import nullcontext
@@ -11,8 +10,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zeroshard import host_memory, slab
+from zeroshard import host_memory
 from zeroshard.errors import UserError
+from zeroshard.finalizers import settle
 from zeroshard.slab import Slab, room
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -44,7 +44,8 @@ def cudart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: cudart.waited.append(list(cudart.locked)))
     monkeypatch.setattr(host_memory, "node_of", lambda device: None)
-    return cudart
+    yield cudart
+    settle()  # what tests have left needs these, too
 
 
 def test_tensors_fill_a_slab_of_the_sum_of_their_rooms_and_do_not_overlap():
@@ -81,26 +82,17 @@ def test_pages_stay_locked_as_long_as_any_tensor_in_them_though_nobody_keeps_the
     taken = Slab(5000, device=GPU, pinned=True).take(1000, torch.float32)
     views = list(taken.fill_(3.0).split(500))
     del taken
-    gc.collect()
+    settle()
     assert cudart.locked == {views[0].data_ptr(): 5000}
     del views[0]
-    gc.collect()
+    settle()
     assert len(cudart.locked) == 1
     assert not cudart.waited
     assert views[0].tolist() == [3.0] * 500
     del views
-    gc.collect()
+    settle()
     assert not cudart.locked
     assert [len(locked) for locked in cudart.waited] == [1]  # a copy may be under way when the last tensor goes
-
-
-def test_a_fork_does_not_unlock_what_the_process_before_it_has_locked(cudart, monkeypatch):
-    taken = Slab(5000, device=GPU, pinned=True).take(1000, torch.float32)
-    pid = os.getpid()
-    monkeypatch.setattr(slab.os, "getpid", lambda: pid + 1)
-    del taken
-    gc.collect()
-    assert len(cudart.locked) == 1
 
 
 def test_what_crosses_the_bus_is_locked_until_the_slab_is_closed_or_collected(cudart):
@@ -112,7 +104,7 @@ def test_what_crosses_the_bus_is_locked_until_the_slab_is_closed_or_collected(cu
     closed.close()
     assert list(cudart.locked) == addresses[1:]
     del collected
-    gc.collect()
+    settle()
     assert not cudart.locked
 
 
@@ -141,6 +133,6 @@ def test_memory_that_is_not_there_is_refused_before_the_kernel_kills_the_run(mon
 def test_pages_are_touched_and_locked_on_the_gpus_node(cudart, monkeypatch):
     where = []
     monkeypatch.setattr(host_memory, "node_of", lambda device: 1)
-    monkeypatch.setattr(slab.host_memory, "on_node", lambda node: where.append(node) or nullcontext())
+    monkeypatch.setattr(host_memory, "on_node", lambda node: where.append(node) or nullcontext())
     Slab(4096, device=GPU, pinned=True)
     assert where == [1]

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import resource
-import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from zeroshard import host_memory
 from zeroshard.errors import UserError
+from zeroshard.finalizers import Finalizer, settle
 
 ALIGNMENT_BYTES = 64  # a cache line; vector instructions of a CPU want no more
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the process
@@ -52,12 +51,13 @@ class Slab:
     def __init__(self, num_bytes: int, *, device: torch.device, pinned: bool) -> None:
         self.num_bytes, self.num_taken = num_bytes, 0
         self.is_pinned = pinned and device.type == "cuda" and num_bytes > 0
+        settle()  # memory of dropped ones may be locked yet
         _require(num_bytes)
         try:
             pages = anonymous_pages(max(num_bytes, 1))
         except OSError as error:
             raise _too_large(num_bytes, error.strerror or str(error)) from None
-        # Each tensor in it keeps `shown` alive, and that the mapping: they end with the last tensor, in this order.
+        # Each tensor in it keeps `shown` alive, which so ends with the last one; the mapping only after it is unlocked.
         shown = (ctypes.c_ubyte * len(pages)).from_buffer(pages)
         self._bytes: Tensor | None = torch.frombuffer(shown, dtype=torch.uint8)
         address = self._bytes.data_ptr()
@@ -66,7 +66,7 @@ class Slab:
                 ctypes.memset(address, 0, num_bytes)
             if self.is_pinned:
                 _lock(address, num_bytes, device)
-        self._unlock = weakref.finalize(shown, _unlock, address, device, os.getpid()) if self.is_pinned else None
+        self._unlock = Finalizer(shown, _unlock, pages, address, device) if self.is_pinned else None
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next ``numel`` elements, ``[numel]``, aligned to `ALIGNMENT_BYTES`."""
@@ -132,10 +132,8 @@ def _lock(address: int, num_bytes: int, device: torch.device) -> None:
     )
 
 
-def _unlock(address: int, device: torch.device, process: int) -> None:
-    """Unlock pages, before they are unmapped, on whichever thread has let go of the last tensor in them."""
-    if os.getpid() != process:  # a fork has the pages, and no CUDA
-        return
+def _unlock(_pages: mmap.mmap, address: int, device: torch.device) -> None:
+    """Unlock pages, which are unmapped after that."""
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):  # another thread's device may be one that this rank does not use
         torch.cuda.synchronize()  # a copy may be under way

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import forked
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.comm.wrappers.library_watch import watched
+from zeroshard.finalizers import settle
 
 PATIENCE_S = 300.0  # gloo would wait for 1800 s
 
@@ -158,11 +159,12 @@ def _watch_once(comm):
 
     one = watched(comm)
     assert watched(ObservedCommunicator(one)).inner is one
-    assert watching() == ["sentinel", "sentinel-board"]
+    assert watching() == ["sentinel", "sentinel-board", "zeroshard-finalizers"]
     part = one.split([[0, 1]])
     del one
-    assert watching() == ["sentinel", "sentinel-board"]
+    assert watching() == ["sentinel", "sentinel-board", "zeroshard-finalizers"]
     part.barrier()
     del part
+    settle()
     assert watching() == []
     assert dist.is_initialized()

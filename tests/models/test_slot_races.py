@@ -3,7 +3,8 @@
 The device is that of `hazards`, over CPU tensors: slots of the host are memory that lanes read and write as well.
 """
 
-from contextlib import contextmanager
+from collections import deque
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ PLANTED = {
     "an input is freed while it is copied down": ("leave", {"waits": False}),
     "an input comes back into memory that is still used": ("fetch", {"without": 0}),
     "an input is read before it has come back": ("value", {"waits": False}),
-    "the input of the last block but one is freed on its way": ("__del__", {"waits": False}),
+    "the input of the last block but one is freed on its way": ("_wait_for_copy", {"waits": False}),
 }
 
 
@@ -142,7 +143,49 @@ def test_a_slot_that_is_written_without_waiting_for_the_other_device_is_seen(mon
 
 
 def test_a_slot_that_is_given_back_without_its_mark_is_seen(monkeypatch):
-    give = Slots.give
-    monkeypatch.setattr(Slots, "give", lambda self, slot: give(self, (*slot[:2], None)))
+    take = Slots.take
+
+    def without_marks(self, *args):
+        self.returned = deque((slot, None, x) for slot, _, x in self.returned)
+        return take(self, *args)
+
+    monkeypatch.setattr(Slots, "take", without_marks)
     with pytest.raises(Hazard, match="does not wait for"):
         _slots_of_two_devices(monkeypatch)
+
+
+class _Failing(_Block):
+    def forward(self, x):
+        y = super().forward(x)
+        y.register_hook(lambda grad: 1 / 0)
+        return y
+
+
+def _lose(monkeypatch, kind):
+    """Inputs that are gone while they are copied down, as nobody runs their backward, or up, as it fails on the way."""
+    device = HazardDevice()
+    on_device(monkeypatch, device)
+    monkeypatch.setattr(inputs_on_host, "_slots", None)
+    blocks = nn.Sequential(_Block(), _Block(), kind(), _Block(), _Block())
+    offload_inputs(*blocks)
+    with device:
+        for _ in range(3):
+            loss = blocks(torch.randn(SHAPE).requires_grad_()).square().sum()
+            if kind is _Failing:
+                with suppress(ZeroDivisionError):
+                    loss.backward()
+            del loss
+
+
+@pytest.mark.parametrize("kind", [_Block, _Failing])
+def test_an_input_that_is_lost_while_it_is_copied_stays_until_that_is_over(kind, monkeypatch):
+    _lose(monkeypatch, kind)
+    end = BlockInput.__del__
+
+    def frees_at_once(self):
+        self._is_copying = False
+        end(self)
+
+    monkeypatch.setattr(BlockInput, "__del__", frees_at_once)
+    with pytest.raises(Hazard, match="that others still used"):
+        _lose(monkeypatch, kind)

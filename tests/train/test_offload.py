@@ -19,6 +19,7 @@ from tiny_runs import train_on
 from zeroshard import host_memory
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.finalizers import settle
 from zeroshard.flags import flags_of, read_flags
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
@@ -178,6 +179,7 @@ def test_a_run_that_is_killed_between_two_updates_is_resumed_with_the_bits_of_on
     line = rf"warning: offload.path: {folder} had {files}"
     assert all(re.fullmatch(line, each) for each in said)
     gc.collect()
+    settle()
     assert not folder.exists()
     assert not Path(f"{config.out}-whole", "offload").exists()
 
@@ -226,6 +228,7 @@ def test_a_leading_tilde_is_the_users_home(tiny_config, tmp_path, monkeypatch):
     )
     assert train_on(LocalCommunicator(), config, predict=predict)[0] == ExitStatus.OK
     gc.collect()
+    settle()
     assert not (tmp_path / "home" / "states").exists()
 
 

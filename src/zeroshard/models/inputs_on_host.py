@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark, Streams
+from zeroshard.finalizers import Finalizer
 from zeroshard.kernels.launch import is_traced
 from zeroshard.slab import Slab, room
 from zeroshard.torch_internals import breaks_graphs, storage_id, version_of
@@ -43,10 +45,14 @@ class Slots:
 
     Attributes:
         num_bytes: bytes of all slots that exist.
+        returned: what inputs that are gone have left: a slot, the mark behind the last copy, and the tensor on the
+            device, if that copy may be under way.
     """
 
     def __init__(self) -> None:
         self._free: list[Slot] = []
+        self.returned: deque[tuple[Slot, Mark, Tensor | None]] = deque()
+        Finalizer(self, _wait_for_copies, self.returned)
         self._lock = threading.Lock()  # ranks may be threads
         self.streams = ByDevice()  # not those of an engine
         self.num_bytes = 0
@@ -59,6 +65,11 @@ class Slots:
             UserError: the host does not have the memory.
         """
         with self._lock:
+            while self.returned:
+                (slab, all_bytes, _), copied, x = self.returned.popleft()
+                if x is not None:  # it is freed on this stream
+                    self.streams[x.device].wait(copied)
+                self._free.append((slab, all_bytes, copied))
             fits = [slot for slot in self._free if slot[0].num_bytes >= num_bytes]
             if fits:
                 slot = min(fits, key=lambda each: each[0].num_bytes)
@@ -69,11 +80,6 @@ class Slots:
             slab = Slab(room(num_bytes), device=device, pinned=True)
             self.num_bytes += slab.num_bytes
             return slab, slab.take(slab.num_bytes, torch.uint8), None
-
-    def give(self, slot: Slot) -> None:
-        """Take a slot back, with a mark behind its last use."""
-        with self._lock:
-            self._free.append(slot)
 
     def _drop(self, slot: Slot) -> None:
         slab, _, used = slot
@@ -87,6 +93,12 @@ class Slots:
 
     def __reduce__(self) -> Any:
         return the_slots, ()
+
+
+def _wait_for_copies(returned: deque[tuple[Slot, Mark, Tensor | None]]) -> None:
+    for _, copied, x in returned:
+        if x is not None and copied is not None:
+            copied.synchronize()
 
 
 _slots: weakref.ref[Slots] | None = None
@@ -124,6 +136,7 @@ class BlockInput:
         self._strides = _dense_strides(x)
         self._has_values = x.device.type != "meta" and not isinstance(x, FakeTensor)
         self._has_left = self._is_changed = False
+        self._is_copying = False  # a copy may be under way for which the current stream does not wait yet
 
     @property
     def before(self) -> BlockInput | None:
@@ -142,7 +155,7 @@ class BlockInput:
         with self._streams.on("to_host", self._streams.mark(), used), torch.no_grad():
             if self._slot is not None:
                 self._on_host(self._slot).copy_(self._here, non_blocking=True)
-            self._copied = self._streams.mark()
+            self._copied, self._is_copying = self._streams.mark(), True
         if self._streams is NO_STREAMS and not is_traced():
             self.leave()
 
@@ -150,7 +163,7 @@ class BlockInput:
         """Free it on the device if a copy has begun; the current stream waits for that copy."""
         if self._here is not None and self._has_left:
             self._note_changes(self._here)
-            self._streams.wait(self._copied)  # [Note: No record_stream] in `zeroshard.comm.streams`
+            self._wait_for_copy()  # [Note: No record_stream] in `zeroshard.comm.streams`
             self._here = None
 
     def fetch(self) -> None:
@@ -163,7 +176,7 @@ class BlockInput:
         with self._streams.on("copy_in", self._streams.mark()), torch.no_grad():
             if self._slot is not None:
                 x.copy_(self._on_host(self._slot), non_blocking=True)
-            self._copied = self._streams.mark()
+            self._copied, self._is_copying = self._streams.mark(), True
         self._fetched = x
 
     def value(self) -> Tensor:
@@ -178,8 +191,8 @@ class BlockInput:
         else:
             self.fetch()
             x, self._fetched = self._fetched, None
-            self._streams.wait(self._copied)
         assert x is not None
+        self._wait_for_copy()  # up, or of the last block but one down: this stream frees it
         if self._is_changed:
             what = "the input of a block was written to, and the block is recomputed from it"
             raise RuntimeError(f"offload_inputs: {what}; compute a new tensor (x = x + y, and not x += y)")
@@ -194,17 +207,20 @@ class BlockInput:
     def _on_host(self, slot: Slot) -> Tensor:
         return slot[1][: self._num_bytes].view(self._dtype).as_strided(self._shape, self._strides)
 
+    def _wait_for_copy(self) -> None:
+        if self._is_copying:
+            self._streams.wait(self._copied)
+            self._is_copying = False
+
     def _note_changes(self, x: Tensor) -> None:
         """Note whether it was written to; who needs it is told, since this may be in another model's forward."""
         self._is_changed = self._is_changed or version_of(x) != self._version
 
     def __del__(self) -> None:
-        is_here = self._here is not None or self._fetched is not None
-        if is_here and self._copied is not None:  # freed on this stream; a copy may still use it
-            self._streams.wait(self._copied)
+        # The collector may call it: on any thread, with any stream current, and in code that has the lock of the slots.
         if self._slot is not None:
-            slab, all_bytes, _ = self._slot
-            self._slots.give((slab, all_bytes, self._copied))
+            x = self._here if self._fetched is None else self._fetched
+            self._slots.returned.append((self._slot, self._copied, x if self._is_copying else None))
 
 
 def _dense_strides(x: Tensor) -> list[int]:

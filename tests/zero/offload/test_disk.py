@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.errors import ExitStatus, UserError, path_line
+from zeroshard.finalizers import settle
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates
@@ -349,7 +350,7 @@ def test_threads_end_with_the_object(path):
     states.read(UNITS[0])
     assert threading.active_count() > before
     del states
-    gc.collect()
+    settle()
     assert threading.active_count() == before
     assert not path.exists()
 

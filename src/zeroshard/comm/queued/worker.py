@@ -9,16 +9,16 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
-import weakref
 from collections.abc import Callable
 
 import torch
 
 from zeroshard.comm.base import Work
 from zeroshard.comm.queued.latch import Latch
+from zeroshard.finalizers import Finalizer
 
 Operation = Callable[[], None]
-EXIT_GRACE_S = 5.0  # how long `Worker.close`, also called at interpreter exit, waits for the thread to end
+EXIT_GRACE_S = 5.0  # how long `Worker.close` waits for the thread to end
 
 
 class Ticket:
@@ -66,8 +66,7 @@ class Worker:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._tickets,), name=name, daemon=True)
         self._thread.start()
-        # also called at interpreter exit: a thread that returns from C++ after that would abort the process
-        self._stop = weakref.finalize(self, _stop, self._tickets, self._thread)
+        self._stop = Finalizer(self, _stop, self._tickets, self._thread)
 
     def submit(self, operation: Operation) -> Work:
         """Queue ``operation``, to be called after everything that was submitted before; return its handle.

@@ -31,7 +31,6 @@ import secrets
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,6 +44,7 @@ from zeroshard.comm.queued.latch import Latch
 from zeroshard.comm.queued.messages import members, own_store
 from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
 from zeroshard.errors import UserError
+from zeroshard.finalizers import Finalizer
 from zeroshard.launch.environment import variable
 
 AT_ONCE_BYTES = 64 << 10  # up to this size the caller's thread sends, as much as the kernel takes without blocking
@@ -78,7 +78,7 @@ class SocketTransport:
         self._lines: _Lines | None = None
         if self.world_size > 1:
             self._lines = _Lines(*own_address(store), rank, self.world_size, timeout_s)
-            self._forget = weakref.finalize(self, self._lines.close)
+            self._forget = Finalizer(self, self._lines.close)
             store.set(_key(rank), json.dumps([*self._lines.address, self._lines.secret.hex()]))
             store.wait([_key(each) for each in range(self.world_size)])
 

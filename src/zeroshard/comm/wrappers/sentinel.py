@@ -26,7 +26,6 @@ import contextlib
 import json
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from threading import Event
@@ -39,6 +38,7 @@ from zeroshard.comm.operation_log import Entry, OperationLog, first_difference
 from zeroshard.comm.wrappers.board import Board, StoreBoard  # noqa: F401 -- callers take both from here
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
+from zeroshard.finalizers import Finalizer
 
 PULSE_S = 1.0
 REMEMBERED = 128  # operations that are kept, in memory and on the board
@@ -282,7 +282,7 @@ class SentinelCommunicator(Wrapper):
         raised: set when an operation, or a wait for one on the host, has raised a fault; None: they raise none that
             was found meanwhile.
 
-    The watch ends by `close`, or with the last part of this one.
+    The watch ends by `close`, with the last part of this one, or with the process.
     """
 
     def __init__(
@@ -298,8 +298,7 @@ class SentinelCommunicator(Wrapper):
         super().__init__(inner)
         self._watch = _Watch(inner, board, on_fault, stall_s, lost_after_s or 0.0, raised)
         self._last: set[None] = set()  # shared with the parts: it goes with the last of them
-        # also called at interpreter exit: a thread that returns from C++ after that would abort the process
-        weakref.finalize(self._last, self._watch.close)
+        self._end = Finalizer(self._last, self._watch.close)
 
     def require_no_fault(self) -> None:
         """Raise PeerError if a fault was found, and operations are to raise it."""
@@ -312,7 +311,7 @@ class SentinelCommunicator(Wrapper):
 
     def close(self) -> None:
         """End the watch."""
-        self._watch.close()
+        self._end()
 
     def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Log an operation and issue it."""

@@ -206,12 +206,11 @@ class FlatGrads(Gradients):
 
     @property
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The local buffer, `reduced`, and the target of the reduction in flight; they may share memory."""
-        return self._local, self.reduced, None if self._reduction is None else self._arriving
+        """The local buffer, `reduced`, and the target of the reduction in flight, whose values may still change.
 
-    def _buffers_now(self) -> tuple[Tensor | None, ...]:
-        """As `buffers`, for their sizes: their values may still change."""
-        return self.buffers
+        They may share memory.
+        """
+        return self._local, self.reduced, None if self._reduction is None else self._arriving
 
     @property
     def packed(self) -> Tensor | None:
@@ -226,7 +225,7 @@ class FlatGrads(Gradients):
     @property
     def resident_bytes(self) -> int:
         """Bytes of all gradient buffers now."""
-        held = [tensor for tensor in self._buffers_now() if tensor is not None]
+        held = [tensor for tensor in self.buffers if tensor is not None]
         own = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in held}
         return sum(own.values()) + sum(tensor.nbytes for tensor in self.reducer.tensors)
 

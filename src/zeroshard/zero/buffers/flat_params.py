@@ -255,6 +255,11 @@ class FlatParams(Weights):
         return self.full.untyped_storage().nbytes()
 
     @property
+    def master_now(self) -> Tensor:
+        """The master, whose values an update may be changing."""
+        return self.master
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of the master; 0 if it is a view of ``full``."""
-        return 0 if self._aliased else self.master.nbytes
+        return 0 if self._aliased else self.master_now.nbytes

@@ -13,8 +13,8 @@ a few units come on top, if these are sharded:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from zeroshard.zero.buffers.unit import FlatGroup, Unit
 
 Kept = Mapping[str, Sequence[tuple[str, Tensor]]]
 """Tensors beside weights, gradients and optimizer states, ``(unit's name, tensor)``, by category."""
+Items = Callable[[Any], Iterable[tuple[Any, Any]]]
 
 
 class Holding(NamedTuple):
@@ -51,7 +52,7 @@ def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept:
         found += [(group.master_category, params.master_bytes), (group.category("grads"), grads_away)]
     total["optimizer"] = 0
     found += [
-        (category, value.numel() * value.element_size()) for category, value in _states(units, optimizers, now=True)
+        (category, value.numel() * value.element_size()) for category, value in _states(units, optimizers, _settled)
     ]
     for category, num_bytes in found:
         total[category] = total.get(category, 0) + num_bytes
@@ -59,29 +60,32 @@ def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept:
 
 
 def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> Iterator[Holding]:
-    """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one."""
+    """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one.
+
+    Nothing is waited for, so the collector may call it: an update that is under way may change values, and add states.
+    """
     units = list(units)
     for unit in units:
         for group in unit.groups:
             yield from _weights(unit.name, group)
             yield from _grads(unit.name, group)
-    yield from (Holding(category, "", value) for category, value in _states(units, optimizers))
+    yield from (Holding(category, "", value) for category, value in _states(units, optimizers, dict.items))
     for category, named in kept.items():
         yield from (Holding(category, unit, tensor) for unit, tensor in named)
 
 
-def _states(
-    units: Iterable[Unit], optimizers: Iterable[Optimizer], *, now: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states of optimizers, with their categories: by where the piece is that they belong to.
+def _settled(states: Any) -> Iterable[tuple[Any, Any]]:
+    """The items once no update adds to them."""
+    peek = getattr(states, "peek", None)
+    return states.items() if peek is None else peek()
 
-    ``now``: for their sizes alone, so that no update that is under way is waited for.
-    """
+
+def _states(units: Iterable[Unit], optimizers: Iterable[Optimizer], items: Items) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states of optimizers, with their categories: by where the piece is that they belong to."""
     away = [group for unit in units for group in unit.groups if group.place]
     homes = {shard: group for group in away for shard in group.shards_now}
     for optimizer in optimizers:
-        peek = getattr(optimizer.state, "peek", None) if now else None
-        for piece, state in optimizer.state.items() if peek is None else peek():
+        for piece, state in list(items(optimizer.state)):
             home = homes.get(piece) if homes else None
             for value in (value for value in state.values() if isinstance(value, Tensor)):
                 yield "optimizer" if home is None else home.category("optimizer", value), value
@@ -95,7 +99,7 @@ def _weights(unit: str, group: FlatGroup) -> Iterator[Holding]:
         yield Holding("prefetch" if params.gather_in_flight else "unit_buffers", unit, params.full)
     yield from (Holding("prefetch", unit, tensor) for tensor in params.transport.in_flight)
     yield from (Holding("params", unit, tensor) for tensor in params.transport.resident)
-    yield Holding(group.master_category, unit, params.master)
+    yield Holding(group.master_category, unit, params.master_now)
 
 
 def _grads(unit: str, group: FlatGroup) -> Iterator[Holding]:

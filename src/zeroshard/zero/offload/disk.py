@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UserError
+from zeroshard.finalizers import Finalizer, settle
 from zeroshard.regular_files import open_regular
 from zeroshard.slab import anonymous_pages, room
 
@@ -117,6 +118,7 @@ class DiskStates:
         self._arriving: weakref.WeakKeyDictionary[Any, list[Future[None]]] = weakref.WeakKeyDictionary()  # inputs
         self._free: list[tuple[int, int]] = []  # `(start, bytes)` of extents that nothing shows any more
         self.num_bytes = self.bytes_read = self.bytes_written = 0
+        settle()  # a dropped one may have the file yet
         _make_folder(path.parent)
         self._file, self.is_direct = _open(path)
         try:
@@ -127,7 +129,7 @@ class DiskStates:
             os.close(self._file)
             raise
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="offload-disk")
-        self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._file, None if keep else self.path)
+        self._end = Finalizer(self, _end, self._threads, self._file, None if keep else self.path)
 
     @property
     def is_idle(self) -> bool:
@@ -501,9 +503,7 @@ def _named(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, os.fspath(path))
 
 
-def _end(process: int, threads: ThreadPoolExecutor, file: int, remove: Path | None) -> None:
-    if os.getpid() != process:  # a forked child has no part in the file
-        return
+def _end(threads: ThreadPoolExecutor, file: int, remove: Path | None) -> None:
     threads.shutdown(wait=True)
     if remove is not None:
         remove.unlink(missing_ok=True)  # before it is unlocked: then another run may have it

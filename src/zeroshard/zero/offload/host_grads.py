@@ -82,7 +82,9 @@ class HostGrads(FlatGrads):
         reduced = self._reduced
         return 0 if reduced is None or reduced.device != HOST else reduced.untyped_storage().nbytes()
 
-    def _buffers_now(self) -> tuple[Tensor | None, ...]:
+    @property
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `FlatGrads.buffers`: nothing is waited for."""
         return self._local, self._reduced, None if self._reduction is None else self._arriving
 
     def scale(self, factor: Tensor) -> None:

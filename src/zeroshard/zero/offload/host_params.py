@@ -96,9 +96,9 @@ class HostParams(FlatParams):
         self._master = tensor
 
     @property
-    def master_bytes(self) -> int:
-        """Bytes of the master, which an update may be changing now."""
-        return 0 if self._aliased else self._master.nbytes
+    def master_now(self) -> Tensor:
+        """The master, which an update may be changing now."""
+        return self._master
 
     def take_update(self, master: Tensor) -> None:
         """Cast ``master``, new and in memory, to where the next gather, which waits for this update, needs it."""

@@ -35,7 +35,7 @@ class Adopter(Protocol):
 _owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `EngineOptimizers.adopt`
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()  # the objects whose method `adopt` is
-_lock = threading.RLock()  # the garbage collector may free an engine, and so run `_forget`, while this thread has it
+_lock = threading.Lock()
 _hook: RemovableHandle | None = None
 
 
@@ -47,24 +47,21 @@ def register_params(params: Iterable[Tensor], engine: Adopter) -> None:
         for param in params:
             _owners[param] = reference
         _engines.add(engine)
-        weakref.finalize(engine, _forget).atexit = False
         if _hook is None:
             _hook = register_optimizer_step_pre_hook(uncompiled(lambda optimizer, *_: take_over(optimizer)))
 
 
 def unregister_params(params: Iterable[Tensor], engine: Adopter) -> None:
-    """Make these parameters ordinary ones again."""
+    """Make these parameters ordinary ones again; with the last engine goes torch's hook, unless it must refuse others.
+
+    An engine that is only dropped leaves the hook: the collector may free it in the midst of a step, which goes through
+    the hooks. It then does nothing.
+    """
+    global _hook
     with _lock:
         for param in params:
             _owners.pop(param, None)
         _engines.discard(engine)
-        _forget()
-
-
-def _forget() -> None:
-    """An engine is gone: with the last one goes torch's hook, unless it must refuse replaced parameters."""
-    global _hook
-    with _lock:
         if _hook is not None and not any(True for _ in _engines) and not len(_replaced):
             _hook.remove()
             _hook = None
