@@ -19,7 +19,6 @@ What a class keeps is found by steps of another instance, with the same settings
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
-from zeroshard.optimizer_classes.random_generators import borrowed_generators
+from zeroshard.optimizer_classes.trials import begin_training, isolated
 
 NUM_STEPS = 4
-_lock = threading.Lock()  # ranks may be threads, which share the random generators that are restored after a trial
 _SIZES = (3, 5, 2, 7, 2, 3)  # of a stand-in's dimensions
 
 
@@ -206,9 +204,10 @@ class KeptStates:
         return self._trials[key]
 
     def _tried(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial:
-        with _lock, borrowed_generators(), torch.inference_mode(False), torch.enable_grad():
+        with isolated():
             param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
             optimizer = self._make([{**copy.deepcopy(self._settings), "params": [param]}])
+            begin_training(optimizer)
             found: list[dict[str, Any]] = []
             for _ in range(NUM_STEPS):
                 param.grad = torch.full_like(param, 0.5)

@@ -47,13 +47,18 @@ class Reach(Enum):
     """Other tensors too: no rank may be given less than all."""
 
     CLOSURE_DRIVEN = "closure-driven"
-    """The step itself computes new gradients, at weights that it has moved."""
+    """The step itself computes new gradients, at weights that it has moved, or follows the loss of one rank's rows."""
 
     RANDOM = "random"
     """Besides gradients the step depends on random numbers, which each rank draws for itself."""
 
     UNUSABLE = "unusable"
     """It fails on dense gradients, or never moves a weight."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the class cannot be sharded in any layout."""
+        return self not in (Reach.ELEMENT_WISE, Reach.BLOCK_WISE, Reach.PER_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class OptimizerKind:
     """Whether ``step`` may be called several times, each time for some of the parameters, in place of once for all:
     what it counts it counts for each parameter, not in a param group or in the optimizer. Then only one unit's
     gradients are copied at a time, and updates on the host run beside the next forward."""
+    no_closure: str = ""
+    """Why a step must not be given a closure, as a clause that begins with "it"; "": it may."""
 
     def __post_init__(self) -> None:
         if self.reach is Reach.BLOCK_WISE:
@@ -79,11 +86,6 @@ class OptimizerKind:
                 raise ValueError(f"block: {self.block!r}; give the elements of a block, a power of two from 2 on")
         elif self.block != 1:
             raise ValueError(f"block: {self.block!r} is not 1, and a class that is {self.reach.value} has no blocks")
-
-    @property
-    def refused(self) -> bool:
-        """Whether the class cannot be sharded in any layout."""
-        return self.reach not in (Reach.ELEMENT_WISE, Reach.BLOCK_WISE, Reach.PER_TENSOR)
 
 
 ALL_NDIMS = (0, 1, 2, 3, 4)

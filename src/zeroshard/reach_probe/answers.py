@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import OptimizerKind
-from zeroshard.reach_probe.probe import LEARNING_RATE, probe
+from zeroshard.optimizer_classes.trials import isolated
+from zeroshard.reach_probe.probe import LEARNING_RATE, probe, probe_downhill
 
-_lock = threading.Lock()  # ranks may be threads, which share the random generators that a probe seeds and restores
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 
 
 def found_by_probe(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> OptimizerKind:
-    """As `probe`, whose arguments and errors these are; the answer is cached if settings are plain values."""
-    if isinstance(group.get("lr"), int | float):
-        group = {**group, "lr": LEARNING_RATE}  # groups that differ in lr alone share one answer
-    with _lock:
-        known = _known.setdefault(optimizer_cls, {})
-        try:
-            key = (_plain(settings), _plain(group), device.type == "cpu")
-        except TypeError:
-            return probe(optimizer_cls, settings, group, device)
-        if key not in known:
-            known[key] = probe(optimizer_cls, settings, group, device)
-        return known[key]
+    """As `probe` and `probe_downhill`, whose arguments and errors these are; cached if settings are plain values."""
+    with isolated():  # threads that ask for the same class wait for the first one's answer
+        rate = {"lr": LEARNING_RATE} if isinstance(group.get("lr"), int | float) else {}
+        # groups that differ in lr alone share this answer
+        found = _answer(probe, optimizer_cls, settings, {**group, **rate}, device)
+        if found.reach.refused:
+            return found
+        return _answer(probe_downhill, optimizer_cls, settings, group, device, found)
+
+
+def _answer(
+    ask: Callable[..., OptimizerKind],
+    optimizer_cls: type[Optimizer],
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    *found: OptimizerKind,
+) -> OptimizerKind:
+    known = _known.setdefault(optimizer_cls, {})
+    try:
+        key = (ask, _plain(settings), _plain(group), device.type == "cpu")
+    except TypeError:
+        return ask(optimizer_cls, settings, group, device, *found)
+    if key not in known:
+        known[key] = ask(optimizer_cls, settings, group, device, *found)
+    return known[key]
 
 
 def _plain(value: Any) -> Any:

@@ -10,13 +10,22 @@ and not with another. So the class is run on tiny tensors, on the CPU wherever t
 | permuted and cut into one-dimensional pieces             | elements of a tensor do: *per-tensor*                |
 | none of these                                            | *element-wise*: pieces of any tensor will do         |
 
-A closure that is called again after weights have moved makes it *closure-driven*. Gradients jump by factors of 1000
-and have zeros in them, so that clipping inside the optimizer and its treatment of zeros show. Learning rates are
-replaced by one that moves weights: a run may start from 0.
+A closure that is called again after weights have moved makes it *closure-driven*, and so does one whose loss changes
+the update. The trials take three courses; a class that fails in one is not tried in the next:
 
-A class may begin something after some steps. So a class that has passed is tried again at later steps, to which the
-numbers in it that count steps are put forward (`clocks`). If its later steps cannot be tried, it is taken
-for per-tensor: whole tensors are right for an element-wise class too.
+| course                                     | shows                                                               |
+|--------------------------------------------|---------------------------------------------------------------------|
+| gradients that are independent, jump by    | clipping inside the optimizer, and what it does with zeros          |
+| factors of 1000, and have zeros in them    |                                                                     |
+| the same at later steps, to which numbers  | what begins after a warm-up                                         |
+| that count steps are put forward (`clocks`)|                                                                     |
+| the slope of a quadratic, which agrees     | what follows the progress of training: an estimate of the distance  |
+| from step to step                          | from the start (Prodigy, D-Adaptation), rates that fall if a mean   |
+|                                            | improves                                                            |
+
+The last one takes the user's learning rate; in the others it is replaced by one that moves weights, as a run may start
+from 0. If a course cannot be tried, a class is taken for per-tensor: whole tensors are right for an element-wise class
+too.
 
 The proof is by example: a class that behaves differently for tensors larger than the largest one here is not detected.
 A class that runs on GPUs only cannot be tried: it must declare its reach.
@@ -25,22 +34,25 @@ A class that runs on GPUs only cannot be tried: it must declare its reach.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.random_generators import borrowed_generators, seed_generators
 from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
+from zeroshard.optimizer_classes.trials import begin_training, isolated, seed_generators
 from zeroshard.reach_probe.clocks import AROUND, FAR, Clocks
 
 NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
-SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step
+NUM_DOWNHILL = 30  # by then estimates of a distance move, and means over ten steps have been compared
+MOST_DOWNHILL = 3  # shapes: what follows the progress of training rarely asks for the number of dimensions
+SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step; of losses too
 LEARNING_RATE = 0.01
+LOWEST_RATE = 1e-5  # a lower one of the user's moves weights by hardly more than rounding does
 SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and after how many of them
 NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
@@ -78,10 +90,11 @@ class _Subject:
     group: Mapping[str, Any]
     device: torch.device
     dtype: torch.dtype
-    rate: float = LEARNING_RATE
+    rate: float | None = LEARNING_RATE  # None: the user's own
     num_first: int = NUM_STEPS
     later: tuple[int, ...] = ()
     with_closure: bool = False
+    downhill: bool = False  # whether gradients are slopes of a quadratic
 
     @property
     def elsewhere(self) -> bool:
@@ -94,38 +107,35 @@ class _Subject:
         return self.num_first + len(self.later) * NUM_LATER
 
     def history(self, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
-        """``[1 + num_steps, *shape]``: weights to start from, then a gradient for each step."""
+        """``[1 + num_steps, *shape]``: weights to start from, then a gradient for each step.
+
+        Downhill it is ``[3, *shape]``: weights to start from, the weights at which the slope is zero, and the
+        curvature. It is below zero for some elements, and for all if ``scale`` is not 1: their slopes grow, while most
+        others fall.
+        """
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randn((1 + self.num_steps, *shape), generator=generator, dtype=torch.float64)
-        gone = torch.rand((1 + self.num_steps, *shape), generator=generator, dtype=torch.float64) < 0.2
-        scales = (SCALES * self.num_steps)[: self.num_steps]
+        num = 2 if self.downhill else self.num_steps
+        values = torch.randn((1 + num, *shape), generator=generator, dtype=torch.float64)
+        gone = torch.rand((1 + num, *shape), generator=generator, dtype=torch.float64)
+        if self.downhill:
+            values[1] *= scale
+            values[2] = values[2].exp().where((gone[2] > 0.3) & (scale == 1.0), -values[2].exp()) / 10
+            return values.to(self.dtype)
+        scales = (SCALES * num)[:num]
         values[1:] *= scale * torch.tensor(scales, dtype=torch.float64).view(-1, *[1] * len(shape))
-        values[1:][gone[1:]] = 0.0
+        values[1:][gone[1:] < 0.2] = 0.0
         return values.to(self.dtype)
 
-    def run(self, histories: Sequence[Tensor], seed: int = 0, shift: float = 0.0) -> _Trial:
+    def run(
+        self, histories: Sequence[Tensor], seed: int = 0, shift: float = 0.0, losses: Sequence[float] = (1.0,)
+    ) -> _Trial:
         """Take `num_steps` steps with a new optimizer over one tensor for each of these histories.
 
         ``shift``: what is added to all weights after `SHIFTED_AFTER` steps, as if something else replaced them.
+        ``losses``: what closures return, step by step and then again.
         """
         params = [nn.Parameter(history[0].clone()) for history in histories]
-        group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
-        if self.elsewhere:
-            group, settings = _with_tensors(group, Tensor.cpu), _with_tensors(settings, Tensor.cpu)
-        try:
-            optimizer = self.optimizer_cls([{**group, "params": params}], **settings)
-        except Exception as error:
-            raise _TrialError(error, built=False) from error
-        for given in optimizer.param_groups:
-            if self.elsewhere and given.get("capturable"):
-                # This keeps numbers in GPU tensors, which torch refuses on the CPU; the computation is the same.
-                numbers = {name: _with_tensors(value, Tensor.item) for name, value in given.items() if name != "params"}
-                given.update(numbers, capturable=False)
-            rate = given.get("lr")
-            if isinstance(rate, Tensor):
-                rate.fill_(self.rate)
-            elif isinstance(rate, int | float):
-                given["lr"] = self.rate
+        optimizer = self._built(params)
         seed_generators(seed)
         closure_calls, clocks = 0, Clocks()
         for step in range(1, 1 + self.num_steps):
@@ -133,10 +143,11 @@ class _Subject:
             if which >= 0 and not since:
                 clocks.set(optimizer, self.later[which])
             for param, history in zip(params, histories, strict=True):
-                param.grad = history[step].clone()
+                slope = self.downhill
+                param.grad = (param.detach() - history[1]) * history[2] if slope else history[step].clone()
                 if step == 1 + SHIFTED_AFTER:
                     param.data.add_(shift)
-            closure = _Closure(params)
+            closure = _Closure(params, losses[step % len(losses)])
             try:
                 cast("Any", optimizer).step(*([closure] if self.with_closure else []))
             except Exception as error:
@@ -145,10 +156,33 @@ class _Subject:
             clocks.tick(optimizer)
         return _Trial([param.detach() for param in params], optimizer, closure_calls, clocks)
 
+    def _built(self, params: list[nn.Parameter]) -> Optimizer:
+        """A new optimizer of these parameters, on the CPU, with the learning rate of the trial."""
+        group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
+        if self.elsewhere:
+            group, settings = _with_tensors(group, Tensor.cpu), _with_tensors(settings, Tensor.cpu)
+        try:
+            optimizer = self.optimizer_cls([{**group, "params": params}], **settings)
+            begin_training(optimizer)
+        except Exception as error:
+            raise _TrialError(error, built=False) from error
+        for given in optimizer.param_groups:
+            if self.elsewhere and given.get("capturable"):
+                # This keeps numbers in GPU tensors, which torch refuses on the CPU; the computation is the same.
+                numbers = {name: _with_tensors(value, Tensor.item) for name, value in given.items() if name != "params"}
+                given.update(numbers, capturable=False)
+            rate = given.get("lr")
+            if not isinstance(rate, Tensor | int | float):
+                continue
+            moves = self.rate or (float(rate) if float(rate) >= LOWEST_RATE else LEARNING_RATE)
+            given["lr"] = rate.fill_(moves) if isinstance(rate, Tensor) else moves
+        return optimizer
+
     def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
-        """Whether two results agree, relative to how far ``whole`` has moved from ``start``."""
-        update = float((whole - start).abs().nan_to_num().max()) if whole.numel() else 0.0
-        return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update, equal_nan=True)
+        """Whether two results agree, relative to how far ``whole`` has moved from ``start``, and but for rounding."""
+        update, size = (float(each.abs().nan_to_num().max()) if each.numel() else 0.0 for each in (whole - start, whole))
+        rounding = self.num_steps * torch.finfo(self.dtype).eps * size
+        return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update + rounding, equal_nan=True)
 
 
 def weights_kept(
@@ -164,7 +198,7 @@ def weights_kept(
         Exception: whatever the class raises on tiny tensors of the dimensions of its parameters.
     """
     plain = {"weight_decay": 0.0}  # decay adds weights to gradients: moments would depend on the shift, yet stay valid
-    with borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
+    with isolated():
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             options |= {key: value for key, value in plain.items() if key in options}
@@ -187,15 +221,15 @@ def weights_kept(
 class _Closure:
     """Returns a loss, and counts the calls that come after weights have moved."""
 
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
+    def __init__(self, params: list[nn.Parameter], loss: float) -> None:
+        self.params, self.loss = params, loss
         self.before = [param.detach().clone() for param in params]
         self.num_late = 0
 
     def __call__(self) -> Tensor:
         moved = any(not torch.equal(now, then) for now, then in zip(self.params, self.before, strict=True))
         self.num_late += moved
-        return torch.ones(())
+        return torch.tensor(self.loss)
 
 
 def probe(
@@ -203,8 +237,8 @@ def probe(
 ) -> OptimizerKind:
     """Find the kind of ``optimizer_cls`` with these settings by running it on tiny tensors on the CPU.
 
-    Random generators are restored afterwards, and the class is given copies of settings. Several threads must not call
-    this at once, because they share those generators.
+    Random generators are restored afterwards, and the class is given copies of settings. Learning rates are replaced:
+    `probe_downhill` takes those of the user, and must follow.
 
     Args:
         optimizer_cls: any optimizer class.
@@ -215,8 +249,17 @@ def probe(
     Raises:
         Exception: whatever the class itself raises when it is built with these settings for any tensor.
     """
-    with borrowed_generators(), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
-        subject, alone, failures = _meet(optimizer_cls, settings, group, device)
+    with isolated():
+        alone: dict[tuple[int, ...], _Trial] = {}
+        failures: list[_TrialError] = []
+        for subject in _subjects(optimizer_cls, settings, group, device):
+            for shape in () if alone else SHAPES:
+                try:
+                    alone[shape] = subject.run([subject.history(shape, len(shape))])
+                except _TrialError as error:
+                    failures.append(error)
+            if alone:
+                break
         if not alone:
             failure = next((failure for failure in failures if failure.built), None)
             if failure is None:
@@ -227,9 +270,45 @@ def probe(
             where = f" ({ON_CPU})" if subject.elsewhere else ""
             return OptimizerKind(Reach.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
         reach, reason = _watch(subject, alone)
-        if reach in (Reach.ELEMENT_WISE, Reach.PER_TENSOR):
+        no_closure = "" if reach.refused else _no_closure(subject, alone)
+        if no_closure and subject.with_closure:
+            reach, reason = Reach.CLOSURE_DRIVEN, no_closure
+        if not reach.refused:
             reach, reason = _watch_later(subject, alone, reach, reason)
-        return OptimizerKind(reach, reason, tuple(len(shape) for shape in alone))
+        return OptimizerKind(reach, reason, tuple(len(shape) for shape in alone), no_closure=no_closure)
+
+
+def probe_downhill(
+    optimizer_cls: type[Optimizer],
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    found: OptimizerKind,
+) -> OptimizerKind:
+    """Return ``found``, the answer of `probe` for the same arguments, or what training that makes progress shows."""
+    failure: _TrialError | None = None
+    with isolated():
+        for subject in _subjects(optimizer_cls, settings, group, device):
+            subject.rate, subject.num_first, subject.downhill = None, NUM_DOWNHILL, True
+            shapes = [shape for shape in SHAPES if len(shape) in found.ndims][:MOST_DOWNHILL]
+            try:
+                reach, reason = _watch_course(subject, shapes, found.reach, found.reason, "as training makes progress")
+            except _TrialError as error:
+                failure = failure or error
+            else:
+                return replace(found, reach=reach, reason=reason)
+    if found.reach is Reach.PER_TENSOR:
+        return found
+    return replace(found, reach=Reach.PER_TENSOR, reason=f"{NUM_DOWNHILL} steps of it could not be tried: {failure}")
+
+
+def _subjects(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
+) -> Iterator[_Subject]:
+    """Each dtype, and step without and with a closure: trials take the first that works."""
+    for dtype in TOLERANCES:  # float64 shows smaller influences; custom kernels may support float32 only
+        for with_closure in (False, True):
+            yield _Subject(optimizer_cls, settings, group, device, dtype, with_closure=with_closure)
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -243,31 +322,9 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _meet(
-    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
-) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
-    """Try a tensor of each shape alone; return the trials that worked, in the first dtype and form of step with any."""
-    failures: list[_TrialError] = []
-    for dtype in TOLERANCES:  # float64 shows smaller influences; custom kernels may support float32 only
-        subject = _Subject(optimizer_cls, settings, group, device, dtype)
-        for subject.with_closure in (False, True):
-            alone: dict[tuple[int, ...], _Trial] = {}
-            for shape in SHAPES:
-                try:
-                    alone[shape] = subject.run([subject.history(shape, len(shape))])
-                except _TrialError as error:
-                    failures.append(error)
-            if alone:
-                return subject, alone, failures
-    return subject, {}, failures
-
-
 def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Reach, str]:
     if any(trial.closure_calls for trial in alone.values()):
-        return (
-            Reach.CLOSURE_DRIVEN,
-            "it calls the closure again at weights that it has moved, and ranks gather weights between steps only",
-        )
+        return Reach.CLOSURE_DRIVEN, _MOVED
     histories = [subject.history(shape, len(shape)) for shape in alone]
     expected = [trial.weights[0] for trial in alone.values()]
     if all(torch.equal(weight, history[0]) for weight, history in zip(expected, histories, strict=True)):
@@ -286,6 +343,23 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Rea
     if reason:
         return Reach.PER_TENSOR, reason
     return Reach.ELEMENT_WISE, "it updates each element from that element's own history"
+
+
+_MOVED = "it calls the closure again at weights that it has moved, and ranks gather weights between steps only"
+_LOSS = "it follows the loss that its closure returns, and each rank has the loss of its own rows"
+
+
+def _no_closure(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
+    """Return why a step may not be given a closure; "" if it may, or cannot."""
+    closed = replace(subject, with_closure=True)
+    histories = [subject.history(shape, len(shape)) for shape in alone]
+    try:
+        one, other = (closed.run(histories, losses=losses) for losses in ((1.0,), SCALES))
+    except _TrialError:
+        return ""
+    if one.closure_calls:
+        return _MOVED
+    return "" if all(map(torch.equal, one.weights, other.weights)) else _LOSS
 
 
 _INFLUENCES = {
@@ -326,20 +400,30 @@ def _watch_later(
     around = (step - AROUND for step in trial.clocks.settings(trial.optimizer))
     subject.num_first, subject.later = NUM_FIRST, tuple(sorted({*around, *FAR} - {*range(NUM_FIRST)}))
     shapes = [*alone, *([LARGE] if (5, 7) in alone else [])]
-    histories = [subject.history(shape, len(shape)) for shape in shapes]
     try:
-        expected = subject.run(histories).weights
-        influence = _influence(subject, histories, expected, lambda: subject.run(histories, seed=3).weights)
-        if influence is not None:
-            return influence, f"from a later step on it {_INFLUENCES[influence]}"
-        whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
-        if reach is Reach.PER_TENSOR or _pieces_do(subject, whole):
-            return reach, reason
-        return Reach.PER_TENSOR, "from a later step on it updates pieces of a tensor differently from the whole tensor"
+        return _watch_course(subject, shapes, reach, reason, "from a later step on")
     except _TrialError as error:
         if reach is Reach.PER_TENSOR:
             return reach, reason
         return Reach.PER_TENSOR, f"its later steps could not be tried: {error}"
+
+
+def _watch_course(
+    subject: _Subject, shapes: Sequence[tuple[int, ...]], reach: Reach, reason: str, when: str
+) -> tuple[Reach, str]:
+    """Return the reach, and why, after trials of all tensors together, beside others, and in pieces."""
+    histories = [subject.history(shape, len(shape)) for shape in shapes]
+    together = subject.run(histories)
+    if together.closure_calls:
+        return Reach.CLOSURE_DRIVEN, f"{when} {_MOVED}"
+    expected = together.weights
+    influence = _influence(subject, histories, expected, lambda: subject.run(histories, seed=3).weights)
+    if influence is not None:
+        return influence, f"{when} it {_INFLUENCES[influence]}"
+    whole = dict(zip(shapes, zip(histories, expected, strict=True), strict=True))
+    if reach is Reach.PER_TENSOR or _pieces_do(subject, whole):
+        return reach, reason
+    return Reach.PER_TENSOR, f"{when} it updates pieces of a tensor differently from the whole tensor"
 
 
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
@@ -366,7 +450,7 @@ def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tenso
     pieces: list[Tensor] = []
     cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has
     for history, _ in expected.values():
-        flat = history.reshape(1 + subject.num_steps, -1)
+        flat = history.reshape(len(history), -1)
         numel = flat.shape[1]
         order = torch.randperm(numel, generator=torch.Generator().manual_seed(numel))
         first = numel * 3 // 7

@@ -41,14 +41,20 @@ def check_offload(offload: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("capturable: no graph of a GPU has updates on the host; leave it False, or leave out offload")
 
 
-def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Refuse a class that lets tensors influence each other, with the settings of any of the groups."""
+def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> str:
+    """Refuse a class that lets tensors influence each other, with the settings of any of the groups.
+
+    Returns why a step must not be given a closure; "": it may.
+    """
+    no_closure = ""
     for group in groups:
         settings = {key: value for key, value in group.items() if key not in PER_RANK}
         device = group["params"][0].device if group["params"] else "cpu"
         kind = classify(optimizer_cls, kwargs, settings, device)
         if kind.reach in _REFUSED:
             raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
+        no_closure = no_closure or kind.no_closure
+    return no_closure
 
 
 def check_param(param: Tensor) -> None:

@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
                     offload, self.comm.rank, bucket_bytes
                 )
             added, self._kwargs = self._assign(self.param_groups, told), kwargs
-            check_reach(optimizer_cls, kwargs, self.param_groups)
+            self._no_closure = check_reach(optimizer_cls, kwargs, self.param_groups)
             self._check_format(optimizer_cls, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             if self._form is not None:
@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
             with agreement(self.comm) as told:
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], told)
-                check_reach(type(self.optim), self._kwargs, [param_group])
+                self._no_closure = self._no_closure or check_reach(type(self.optim), self._kwargs, [param_group])
                 self._check_format(type(self.optim), self.param_groups[num_groups:])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
@@ -268,6 +268,9 @@ class ShardedOptimizer(Optimizer):
             The result of the inner optimizer's step with a closure, which is the loss; else None.
         """
         loss = None
+        if closure and self._no_closure:
+            name = type(self.optim).__name__
+            raise ValueError(f"step: {name} may not have a closure: {self._no_closure}; call step() without one")
         self._state_has_changed()
         self._give_options()
         if closure:  # as in torch's ZeroRedundancyOptimizer: any false value means no closure

@@ -274,11 +274,13 @@ class Zero(Engine):
         at that stage would give. At the memory peak, one unit's state is unsharded.
 
         Raises:
-            ValueError: an unknown stage, or one that the wire format or ``shard_size`` excludes.
+            ValueError: an unknown stage, or one that the wire format, ``shard_size`` or an optimizer excludes.
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
         check_change(strategy, self.precision, self.rank_groups, local_steps=self.local_steps is not None)
+        if strategy.optim is not REPLICATE and self.rank_groups.shard_group.world_size > 1:
+            self._optimizers.require_shardable()
         relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
         self._optimizers.hold_pieces()

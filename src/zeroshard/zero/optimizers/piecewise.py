@@ -98,7 +98,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     def _blocks(self, group: Mapping[str, Any], sharded: ShardedParams) -> dict[nn.Parameter, int]:
         """As `needed_blocks`: what the class needs, or the format of its states."""
         optimizer_cls, settings = cast("type[Optimizer]", self.make.func), self.make.keywords
-        blocks = needed_blocks(optimizer_cls, settings, group)
+        blocks = needed_blocks(optimizer_cls, settings, group, sharded.has_all(group["params"]))
         if self.state_format is not None:
             dtypes = {param: sharded.homes[param][0].params.dtype for param in group["params"]}
             blocks |= self.state_format.blocks(optimizer_cls, {**settings, **group}, dtypes)
@@ -130,7 +130,9 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    blocks = needed_blocks(type(optimizer), kwargs, {**group, "params": chosen})
+                    blocks = needed_blocks(
+                        type(optimizer), kwargs, {**group, "params": chosen}, sharded.has_all(chosen)
+                    )
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
                 cut = sharded.cut_inside(blocks)
@@ -150,6 +152,12 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         if len(self._members) != sum(map(len, self.by_group)):  # no parameter is in two groups, and none leaves one
             self._members = {param for chosen in self.by_group for param in chosen}
         return self._members
+
+    def require_shardable(self) -> None:
+        """Raise ValueError if the class may update nothing less than all tensors."""
+        optimizer_cls = cast("type[Optimizer]", self.make.func)
+        for group in self.optimizer.param_groups:
+            needed_blocks(optimizer_cls, self.make.keywords, group)
 
     def facts(self) -> list[list[ParamFacts]]:
         """What the optimizer knows of its parameters that are in the model, for each param group."""

@@ -66,6 +66,10 @@ class ShardedParams:
         """Those of ``params`` that have not left the model."""
         return [param for param in params if param not in self.homes[param][0].params.absent]
 
+    def has_all(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether each rank updates all of these parameters."""
+        return not any(self.homes[param][0].params.shard_optim for param in params)
+
     def cut_inside(self, blocks: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, int]:
         """Those of these parameters whose layout may cut a block of so many elements, with that number."""
         return {p: block for p, block in blocks.items() if not self.homes[p][0].params.layout.keeps_blocks(block)}

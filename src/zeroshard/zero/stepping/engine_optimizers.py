@@ -117,6 +117,11 @@ class EngineOptimizers:
             )
         return found[0]
 
+    def require_shardable(self) -> None:
+        """Raise ValueError for an optimizer that may update nothing less than all tensors."""
+        for known in self.piecewise:
+            known.require_shardable()
+
     def require_weights(self, what: str) -> None:
         """Raise RuntimeError about ``what`` while averages or global weights are in the weights' place."""
         for observer in self.observers:

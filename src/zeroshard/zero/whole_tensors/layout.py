@@ -213,18 +213,20 @@ class _Kept:
 
 
 def needed_blocks(
-    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], has_all: bool = False
 ) -> dict[nn.Parameter, int]:
     """Return those of a group's parameters that may not be cut anywhere, all or none, with the elements of a block.
 
     Blocks are counted from a parameter's first element; `WHOLE`: the tensor must be whole, on the rank that owns it.
-    Arguments and errors are those of `classify`; ValueError too if the class works in no layout.
+    Arguments and errors are those of `classify`; ValueError too if the class works in no layout. ``has_all``: whether
+    each rank updates all tensors, which may then influence each other.
     """
     chosen = group["params"]
     device = chosen[0].device if chosen else torch.device("cpu")
     kind = classify(optimizer_cls, kwargs, group, device)
-    if kind.refused:
-        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}")
+    if kind.reach.refused and not (has_all and kind.reach is Reach.CROSS_TENSOR):
+        todo = "; take stage=0, where each rank updates all tensors" if kind.reach is Reach.CROSS_TENSOR else ""
+        raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}{todo}")
     if kind.reach is Reach.ELEMENT_WISE:
         return {}
-    return dict.fromkeys(chosen, WHOLE if kind.reach is Reach.PER_TENSOR else kind.block)
+    return dict.fromkeys(chosen, kind.block if kind.reach is Reach.BLOCK_WISE else WHOLE)

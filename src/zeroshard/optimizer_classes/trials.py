@@ -1,4 +1,4 @@
-"""The random generators of this process, while an optimizer class is tried: seeded, and restored afterwards.
+"""Trials of an optimizer class on tiny tensors, which leave nothing behind in this process.
 
 [Note: One at a time]
     Ranks may be threads of one process, whose generators they share. And two threads must not read a generator's state
@@ -15,18 +15,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 _in_use = threading.RLock()  # [Note: One at a time]
 
 
 @contextmanager
-def borrowed_generators() -> Generator[None]:
-    """After this block, restore every random generator that an optimizer may draw from; other threads wait for it."""
+def isolated() -> Generator[None]:
+    """A block for trials on the CPU: autograd is on, and other threads wait for it.
+
+    Afterwards every random generator that an optimizer may draw from is as it was before.
+    """
     numpy = _numpy_random()
     with _in_use:
         python_state, numpy_state = random.getstate(), numpy.get_state() if numpy else None
         try:
-            with torch.random.fork_rng([]):
+            with torch.random.fork_rng([]), torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
                 yield
         finally:
             random.setstate(python_state)
@@ -41,6 +45,13 @@ def seed_generators(seed: int) -> None:
     if numpy:
         numpy.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device
+
+
+def begin_training(optimizer: Optimizer) -> None:
+    """Call ``train()`` of a class that has it: schedule-free optimizers refuse to step before."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
 
 
 def _numpy_random() -> Any:

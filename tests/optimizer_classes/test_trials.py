@@ -3,7 +3,7 @@ import threading
 
 import torch
 
-from zeroshard.optimizer_classes.random_generators import borrowed_generators, seed_generators
+from zeroshard.optimizer_classes.trials import isolated, seed_generators
 
 
 def test_threads_borrow_the_generators_one_after_the_other():
@@ -13,7 +13,7 @@ def test_threads_borrow_the_generators_one_after_the_other():
 
     def borrow(seed):
         for _ in range(50):
-            with borrowed_generators():
+            with isolated():
                 seed_generators(seed)
                 drawn.setdefault(seed, set()).add((torch.rand(3).sum().item(), random.random()))
 
