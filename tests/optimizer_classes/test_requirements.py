@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from estimating import Estimates
 from zeroshard.comm import NullCommunicator
 from zeroshard.optimizer_classes.reach import OF_TORCH
 from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.reach_probe import answers
 from zeroshard.reach_probe.probe import probe
+from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero import OptimizerKind, Zero
 
 SETTINGS = [
@@ -484,3 +486,110 @@ class AlwaysAlike(CountsInItsState):
 
 def test_a_class_that_counts_and_changes_nothing_stays_element_wise():
     assert classify(AlwaysAlike).reach is Reach.ELEMENT_WISE
+
+
+# -- what the progress of training, the user's dtype and a closure's loss show -----------------------------------------
+
+
+class LowersItsRate(Own):
+    """If a mean over ten steps has improved on that of the ten before: of a tensor's gradients, or of all tensors'."""
+
+    def __init__(self, params, over="tensor", **settings):
+        super().__init__(params, over=over, **settings)
+
+    def update(self, param, group):
+        among = [param] if group["over"] == "tensor" else group["params"]
+        means = self.state[param].setdefault("means", [])
+        means.append(float(sum(p.grad.abs().sum() for p in among) / sum(p.numel() for p in among)))
+        return param.grad * (0.5 if len(means) >= 20 and sum(means[-10:]) < sum(means[-20:-10]) else 1.0)
+
+
+class RoundsAtRandom(Own):
+    """Unless the weights are wide enough."""
+
+    def update(self, param, group):
+        noise = torch.rand_like(param) if param.dtype == group.get("narrow", torch.float32) else 1.0
+        return param.grad * noise
+
+
+class InTrainingMode(Own):
+    mode = None
+
+    def train(self):
+        self.mode = "train"
+
+    def step(self, closure=None):
+        assert self.mode == "train", "call train() first"
+        return super().step(closure)
+
+
+class FollowsItsLoss(Own):
+    """If a closure gives it one."""
+
+    def step(self, closure=None):
+        self.loss = float(closure()) if closure else 1.0
+        return super().step()
+
+    def update(self, param, group):
+        return param.grad * self.loss
+
+
+class NeedsItsLoss(FollowsItsLoss):
+    def step(self, closure):
+        return super().step(closure)
+
+
+def test_what_follows_the_progress_of_training_is_seen():
+    for rate in (1.0, 1e-3, 0.0):
+        kind = classify(Estimates, {"lr": rate})
+        assert kind.reach is Reach.CROSS_TENSOR
+        assert kind.reason.startswith("as training makes progress it lets the gradients of one tensor change")
+    assert classify(LowersItsRate).reach is Reach.PER_TENSOR
+    assert classify(LowersItsRate, {"over": "all"}).reach is Reach.CROSS_TENSOR
+
+
+def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
+    class AboveTen(Own):
+        def update(self, param, group):
+            return param.grad / param.grad.norm() if group["lr"] > 10 else param.grad
+
+    assert classify(AboveTen, {}, {"lr": 1.0}).reach is Reach.ELEMENT_WISE
+    assert classify(AboveTen, {}, {"lr": 11.0}).reach is Reach.PER_TENSOR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
+    assert classify(RoundsAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM
+    assert classify(RoundsAtRandom, {"narrow": torch.float16}, dtype=dtype).reach is Reach.ELEMENT_WISE
+    model = nn.Linear(4, 4).to(dtype)
+    with pytest.raises(ValueError, match=f"RoundsAtRandom cannot be sharded: in {dtype} it draws random numbers"):
+        Zero(model, 0, comm=NullCommunicator(2)).optimizer(RoundsAtRandom, narrow=dtype)
+
+
+def test_a_class_that_takes_matrices_in_one_dtype_alone_is_tried_in_it():
+    class MatricesInFp32(Own):
+        def update(self, param, group):
+            assert param.dim() < 2 or param.dtype == torch.float32
+            return param.grad / param.grad.norm() if param.dim() == 2 else param.grad
+
+    assert classify(MatricesInFp32).reach is Reach.PER_TENSOR
+    assert classify(MatricesInFp32).ndims == (0, 1, 2, 3, 4)
+
+
+def test_a_class_with_modes_is_tried_in_that_of_training():
+    assert classify(InTrainingMode).reach is Reach.ELEMENT_WISE
+
+
+def test_a_loss_that_changes_the_update_is_seen_and_no_step_may_give_it():
+    kind = classify(FollowsItsLoss)
+    assert (kind.reach, kind.no_closure) == (Reach.ELEMENT_WISE, classify(NeedsItsLoss).reason)
+    assert classify(NeedsItsLoss).reach is Reach.CLOSURE_DRIVEN
+    assert kind.no_closure == "it follows the loss that its closure returns, and each rank has the loss of its own rows"
+    assert classify(AsksForItsLoss).no_closure == classify(InTrainingMode).no_closure == ""
+    model = nn.Linear(4, 4)
+    optims = [ShardedOptimizer(nn.Linear(4, 4).parameters(), FollowsItsLoss), Zero(model).optimizer(FollowsItsLoss)]
+    for optim in optims:
+        with pytest.raises(ValueError, match=r"^step: FollowsItsLoss may not have a closure: it follows the loss"):
+            optim.step(lambda: model(torch.ones(4)).sum())
+    model(torch.ones(4)).sum().backward()
+    optims[1].step()

@@ -34,6 +34,7 @@ def classify(
     settings: Mapping[str, Any] | None = None,
     group: Mapping[str, Any] | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> OptimizerKind:
     """Return how far the gradient of one element reaches in a step of ``optimizer_cls(params, **settings)``.
 
@@ -46,6 +47,7 @@ def classify(
         settings: keyword arguments for it.
         group: settings of the param group in question, which override them.
         device: where the parameters live; some settings work on some devices only.
+        dtype: of the weights that it updates.
 
     Raises:
         ValueError: ``zero_reach`` is none of the above.
@@ -60,4 +62,4 @@ def classify(
     if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return OF_TORCH[optimizer_cls]
     found_by_probe = loaded("zeroshard.reach_probe.answers", "found_by_probe")  # late: few classes need the experiment
-    return found_by_probe(optimizer_cls, settings, options, device)
+    return found_by_probe(optimizer_cls, settings, options, device, dtype)

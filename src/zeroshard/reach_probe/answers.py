@@ -11,22 +11,26 @@ from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import OptimizerKind
 from zeroshard.optimizer_classes.trials import isolated
-from zeroshard.reach_probe.probe import LEARNING_RATE, probe, probe_downhill
+from zeroshard.reach_probe.probe import LEARNING_RATE, probe, probe_as_used
 
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 
 
 def found_by_probe(
-    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
+    optimizer_cls: type[Optimizer],
+    settings: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> OptimizerKind:
-    """As `probe` and `probe_downhill`, whose arguments and errors these are; cached if settings are plain values."""
+    """As `probe` and `probe_as_used`, whose arguments and errors these are; cached if settings are plain values."""
     with isolated():  # threads that ask for the same class wait for the first one's answer
         rate = {"lr": LEARNING_RATE} if isinstance(group.get("lr"), int | float) else {}
         # groups that differ in lr alone share this answer
         found = _answer(probe, optimizer_cls, settings, {**group, **rate}, device)
         if found.reach.refused:
             return found
-        return _answer(probe_downhill, optimizer_cls, settings, group, device, found)
+        return _answer(probe_as_used, optimizer_cls, settings, group, device, dtype, found)
 
 
 def _answer(
@@ -35,15 +39,15 @@ def _answer(
     settings: Mapping[str, Any],
     group: Mapping[str, Any],
     device: torch.device,
-    *found: OptimizerKind,
+    *used: Any,
 ) -> OptimizerKind:
     known = _known.setdefault(optimizer_cls, {})
     try:
-        key = (ask, _plain(settings), _plain(group), device.type == "cpu")
+        key = (ask, _plain(settings), _plain(group), device.type == "cpu", *used)
     except TypeError:
-        return ask(optimizer_cls, settings, group, device, *found)
+        return ask(optimizer_cls, settings, group, device, *used)
     if key not in known:
-        known[key] = ask(optimizer_cls, settings, group, device, *found)
+        known[key] = ask(optimizer_cls, settings, group, device, *used)
     return known[key]
 
 

@@ -23,9 +23,10 @@ the update. The trials take three courses; a class that fails in one is not trie
 | from step to step                          | from the start (Prodigy, D-Adaptation), rates that fall if a mean   |
 |                                            | improves                                                            |
 
-The last one takes the user's learning rate; in the others it is replaced by one that moves weights, as a run may start
-from 0. If a course cannot be tried, a class is taken for per-tensor: whole tensors are right for an element-wise class
-too.
+The last one takes the user's learning rate, and then 1, which is that of classes that find the rate themselves; in the
+others it is one that moves weights, as a run may start from 0. Trials are in float64, which shows small influences, and
+one more in the user's dtype, because a class may round at random where that is narrow. If a course cannot be tried, a
+class is taken for per-tensor: whole tensors are right for an element-wise class too.
 
 The proof is by example: a class that behaves differently for tensors larger than the largest one here is not detected.
 A class that runs on GPUs only cannot be tried: it must declare its reach.
@@ -34,7 +35,8 @@ A class that runs on GPUs only cannot be tried: it must declare its reach.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -49,9 +51,9 @@ from zeroshard.reach_probe.clocks import AROUND, FAR, Clocks
 NUM_STEPS = 6
 NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
 NUM_DOWNHILL = 30  # by then estimates of a distance move, and means over ten steps have been compared
-MOST_DOWNHILL = 3  # shapes: what follows the progress of training rarely asks for the number of dimensions
 SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step; of losses too
 LEARNING_RATE = 0.01
+OWN_RATE = 1.0  # of classes that find the rate themselves: with a low one they need hundreds of steps for it
 LOWEST_RATE = 1e-5  # a lower one of the user's moves weights by hardly more than rounding does
 SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and after how many of them
 NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
@@ -180,7 +182,9 @@ class _Subject:
 
     def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
         """Whether two results agree, relative to how far ``whole`` has moved from ``start``, and but for rounding."""
-        update, size = (float(each.abs().nan_to_num().max()) if each.numel() else 0.0 for each in (whole - start, whole))
+        update, size = (
+            float(each.abs().nan_to_num().max()) if each.numel() else 0.0 for each in (whole - start, whole)
+        )
         rounding = self.num_steps * torch.finfo(self.dtype).eps * size
         return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update + rounding, equal_nan=True)
 
@@ -237,8 +241,8 @@ def probe(
 ) -> OptimizerKind:
     """Find the kind of ``optimizer_cls`` with these settings by running it on tiny tensors on the CPU.
 
-    Random generators are restored afterwards, and the class is given copies of settings. Learning rates are replaced:
-    `probe_downhill` takes those of the user, and must follow.
+    Random generators are restored afterwards, and the class is given copies of settings. Learning rates and dtypes are
+    replaced: `probe_as_used` takes the user's, and must follow.
 
     Args:
         optimizer_cls: any optimizer class.
@@ -250,16 +254,7 @@ def probe(
         Exception: whatever the class itself raises when it is built with these settings for any tensor.
     """
     with isolated():
-        alone: dict[tuple[int, ...], _Trial] = {}
-        failures: list[_TrialError] = []
-        for subject in _subjects(optimizer_cls, settings, group, device):
-            for shape in () if alone else SHAPES:
-                try:
-                    alone[shape] = subject.run([subject.history(shape, len(shape))])
-                except _TrialError as error:
-                    failures.append(error)
-            if alone:
-                break
+        subject, alone, failures = _meet(_subjects(optimizer_cls, settings, group, device))
         if not alone:
             failure = next((failure for failure in failures if failure.built), None)
             if failure is None:
@@ -278,34 +273,60 @@ def probe(
         return OptimizerKind(reach, reason, tuple(len(shape) for shape in alone), no_closure=no_closure)
 
 
-def probe_downhill(
+def probe_as_used(
     optimizer_cls: type[Optimizer],
     settings: Mapping[str, Any],
     group: Mapping[str, Any],
     device: torch.device,
+    dtype: torch.dtype,
     found: OptimizerKind,
 ) -> OptimizerKind:
-    """Return ``found``, the answer of `probe` for the same arguments, or what training that makes progress shows."""
-    failure: _TrialError | None = None
+    """Return ``found``, the answer of `probe`, or what the user's learning rate and ``dtype`` of weights show."""
+    reach, reason, when = found.reach, found.reason, "as training makes progress"
+    shapes = [shape for shape in SHAPES if len(shape) in found.ndims][:3][
+        -2:
+    ]  # a vector and a matrix, if it takes both
+    failures: list[_TrialError] = []
     with isolated():
         for subject in _subjects(optimizer_cls, settings, group, device):
             subject.rate, subject.num_first, subject.downhill = None, NUM_DOWNHILL, True
-            shapes = [shape for shape in SHAPES if len(shape) in found.ndims][:MOST_DOWNHILL]
             try:
-                reach, reason = _watch_course(subject, shapes, found.reach, found.reason, "as training makes progress")
+                reach, reason = _watch_course(subject, shapes, reach, reason, when)
             except _TrialError as error:
-                failure = failure or error
-            else:
-                return replace(found, reach=reach, reason=reason)
-    if found.reach is Reach.PER_TENSOR:
-        return found
-    return replace(found, reach=Reach.PER_TENSOR, reason=f"{NUM_DOWNHILL} steps of it could not be tried: {failure}")
+                failures.append(error)
+                continue
+            with suppress(_TrialError):  # most classes are not made for this rate
+                if not reach.refused:
+                    reach, reason = _watch_course(replace(subject, rate=OWN_RATE), shapes, reach, reason, when)
+            if not reach.refused and _draws(replace(subject, dtype=dtype), shapes):
+                reach, reason = Reach.RANDOM, f"in {dtype} it {_INFLUENCES[Reach.RANDOM]}"
+            return replace(found, reach=reach, reason=reason)
+    if reach is Reach.ELEMENT_WISE:
+        reach, reason = Reach.PER_TENSOR, f"{NUM_DOWNHILL} steps of it could not be tried: {failures[0]}"
+    return replace(found, reach=reach, reason=reason)
+
+
+def _meet(subjects: Iterable[_Subject]) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
+    """Try a tensor of each shape alone; return the trials that worked of the subject that takes most shapes."""
+    found: list[tuple[_Subject, dict[tuple[int, ...], _Trial]]] = []
+    failures: list[_TrialError] = []
+    for subject in subjects:
+        alone: dict[tuple[int, ...], _Trial] = {}
+        for shape in SHAPES:
+            try:
+                alone[shape] = subject.run([subject.history(shape, len(shape))])
+            except _TrialError as error:
+                failures.append(error)
+        found.append((subject, alone))
+        if len(alone) == len(SHAPES):
+            break
+    return *max(found, key=lambda each: len(each[1])), failures
 
 
 def _subjects(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
 ) -> Iterator[_Subject]:
-    """Each dtype, and step without and with a closure: trials take the first that works."""
+    """Each dtype, and step without and with a closure."""
     for dtype in TOLERANCES:  # float64 shows smaller influences; custom kernels may support float32 only
         for with_closure in (False, True):
             yield _Subject(optimizer_cls, settings, group, device, dtype, with_closure=with_closure)
@@ -386,6 +407,16 @@ def _influence(
     if as_expected(found[len(partners) : -len(partners)]):
         return None
     return Reach.CROSS_TENSOR if as_expected(again()) else Reach.RANDOM
+
+
+def _draws(subject: _Subject, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether other random numbers change weights; False for a class that refuses the dtype."""
+    histories = [subject.history(shape, len(shape)) for shape in shapes]
+    try:
+        one, other = (subject.run(histories, seed=seed).weights for seed in (0, 3))
+    except _TrialError:
+        return False
+    return not all(torch.equal(*pair) for pair in zip(one, other, strict=True) if not pair[0].isnan().any())
 
 
 def _watch_later(

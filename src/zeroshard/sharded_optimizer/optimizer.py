@@ -194,7 +194,8 @@ class ShardedOptimizer(Optimizer):
             with agreement(self.comm) as told:
                 super().add_param_group(param_group)
                 added = self._assign(self.param_groups[num_groups:], told)
-                self._no_closure = self._no_closure or check_reach(type(self.optim), self._kwargs, [param_group])
+                no_closure = check_reach(type(self.optim), self._kwargs, [param_group])
+                self._no_closure = self._no_closure or no_closure
                 self._check_format(type(self.optim), self.param_groups[num_groups:])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
@@ -308,7 +309,10 @@ class ShardedOptimizer(Optimizer):
         return pack(moved, owners, sizes, _devices(params), self.bucket_bytes, self.comm.world_size)
 
     def _settings(self) -> list[str]:
-        lines = described(self.optim, (len(group["params"]) for group in self.param_groups))
+        def is_everywhere(index: int) -> bool:
+            return len({self._owners[param] for param in self.param_groups[index]["params"]}) == self.comm.world_size
+
+        lines = described(self.optim, (len(group["params"]) for group in self.param_groups), is_everywhere)
         return [*lines, f"states in {'fp32' if self._form is None else self._form.name}"]
 
     @property

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.kept_states import ParamFacts
-from zeroshard.optimizer_classes.reach import no_class
+from zeroshard.optimizer_classes.reach import OptimizerKind, no_class
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.operands import StateFormat, Together, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
-from zeroshard.zero.whole_tensors.layout import needed_blocks
+from zeroshard.zero.whole_tensors.layout import kind_of_group, needed_block
 
 
 class StepListener(Protocol):
@@ -57,6 +57,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     Attributes:
         operands: where its steps find masters, gradients and states.
         make: makes another one, of the same class and settings, over the param groups that it is given.
+        kinds: what the class may be given, with the settings of each param group.
         state_format: how its states are kept between steps; None: as the class makes them.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
@@ -65,6 +66,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     """
 
     operands: Together
+    kinds: list[OptimizerKind]
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         if not given:
             raise ValueError("params: the optimizer got an empty list; give it at least one parameter")
         groups: list[dict[str, Any]] = given if isinstance(given[0], dict) else [{"params": given}]
-        self.make, self.state_format = partial(optimizer_cls, **kwargs), state_format
+        self.make, self.state_format, self.kinds = partial(optimizer_cls, **kwargs), state_format, []
         with sharded.all_or_none():
             claimed = [{**group, "params": sharded.claim(group)} for group in groups]
             blocks = {param: n for group in claimed for param, n in self._blocks(group, sharded).items()}
@@ -96,11 +98,17 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         self.show_params()
 
     def _blocks(self, group: Mapping[str, Any], sharded: ShardedParams) -> dict[nn.Parameter, int]:
-        """As `needed_blocks`: what the class needs, or the format of its states."""
+        """Those of a group's parameters that may not be cut anywhere, with the elements of a block: `needed_block`.
+
+        Either the class needs it, or the format of its states. The kind of the group is noted.
+        """
         optimizer_cls, settings = cast("type[Optimizer]", self.make.func), self.make.keywords
-        blocks = needed_blocks(optimizer_cls, settings, group, sharded.has_all(group["params"]))
+        dtypes = {param: sharded.homes[param][0].params.dtype for param in group["params"]}
+        kind = kind_of_group(optimizer_cls, settings, group, dtypes.values())
+        block = needed_block(optimizer_cls, kind, has_all=sharded.has_all(dtypes))
+        blocks = dict.fromkeys(dtypes, block) if block != 1 else {}
+        self.kinds.append(kind)
         if self.state_format is not None:
-            dtypes = {param: sharded.homes[param][0].params.dtype for param in group["params"]}
             blocks |= self.state_format.blocks(optimizer_cls, {**settings, **group}, dtypes)
         return blocks
 
@@ -124,15 +132,13 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         accepted = signature(type(optimizer)).parameters
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.homes, self.make = optimizer, sharded.homes, partial(type(optimizer), **kwargs)
-        self.state_format = None
+        self.state_format, self.kinds = None, []
         self._attach(sharded, listener, has_state=bool(optimizer.state))
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):
                 try:
-                    blocks = needed_blocks(
-                        type(optimizer), kwargs, {**group, "params": chosen}, sharded.has_all(chosen)
-                    )
+                    blocks = self._blocks({**group, "params": chosen}, sharded)
                 except TypeError as error:  # its settings do not tell how it was built
                     raise ValueError(f"step: {error}; make it by zero.optimizer({name}, ...)") from error
                 cut = sharded.cut_inside(blocks)
@@ -153,11 +159,28 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             self._members = {param for chosen in self.by_group for param in chosen}
         return self._members
 
+    def is_everywhere(self, index: int) -> bool:
+        """Whether each rank updates some of the parameters of the param group with this index."""
+        if index not in self._everywhere:
+            self._everywhere[index] = self._reaches_every_rank(index)
+        return self._everywhere[index]
+
+    def _reaches_every_rank(self, index: int) -> bool:
+        slots: dict[FlatGroup, set[int]] = {}
+        for home, slot in (self.homes[param] for param in self.by_group[index]):
+            slots.setdefault(home, set()).add(slot)
+        homes = list(slots)
+        if not all(home.params.shard_optim for home in homes):
+            return True
+        return bool(homes) and all(
+            any(piece.slot in slots[home] for home in homes for piece in home.params.layout.owned(rank))
+            for rank in range(homes[0].params.comm.world_size)
+        )
+
     def require_shardable(self) -> None:
         """Raise ValueError if the class may update nothing less than all tensors."""
-        optimizer_cls = cast("type[Optimizer]", self.make.func)
-        for group in self.optimizer.param_groups:
-            needed_blocks(optimizer_cls, self.make.keywords, group)
+        for kind in self.kinds:
+            needed_block(type(self.optimizer), kind, has_all=False)
 
     def facts(self) -> list[list[ParamFacts]]:
         """What the optimizer knows of its parameters that are in the model, for each param group."""
@@ -169,6 +192,11 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         formatted = self.operands.formatted
         kept = None if formatted is None else formatted.kept
         return ParamFacts(place.name, place.shape, params.dtype, params.master.device, whole, block, kept)
+
+    def hold_pieces(self) -> None:
+        """As of any `PieceOptimizer`."""
+        super().hold_pieces()
+        self._everywhere: dict[int, bool] = {}  # `is_everywhere`, by index, in the layout of now
 
     # -- the engine's part in steps ---------------------------------------------------------------------------
 

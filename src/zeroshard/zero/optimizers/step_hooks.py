@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.requirements import classify
 from zeroshard.torch_internals import hooks_of
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.optimizers.operands import OperandsOfSteps
@@ -64,7 +63,6 @@ class _Steps:
         self._piecewise = piecewise
         self._operands = OperandsOfSteps(piecewise)
         self._depth = 0
-        self._no_closure: str | None = None  # why the class may not be given a closure; None: nobody has asked
         self._leaving: Any = None  # the handle of `leaves`
 
     def guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,13 +137,10 @@ class _Steps:
 
     def _require_closure(self) -> None:
         """Raise ValueError if a step with a closure would follow what differs between ranks."""
-        of, settings = self._piecewise, self._piecewise.make.keywords
-        if self._no_closure is None:
-            kinds = (classify(type(of.optimizer), settings, group) for group in of.optimizer.param_groups)
-            self._no_closure = next(filter(None, (kind.no_closure for kind in kinds)), "")
-        if self._no_closure:
-            name = type(of.optimizer).__name__
-            raise ValueError(f"step: {name} may not have a closure: {self._no_closure}; call step() without one")
+        for kind in self._piecewise.kinds:
+            if kind.no_closure:
+                name = type(self._piecewise.optimizer).__name__
+                raise ValueError(f"step: {name} may not have a closure: {kind.no_closure}; call step() without one")
 
     def _once(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap a closure, which runs backward inside ``step``: gradients can be prepared only after it."""

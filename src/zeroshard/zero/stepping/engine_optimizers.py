@@ -98,7 +98,7 @@ class EngineOptimizers:
         """Describe every optimizer; ranks must have the same."""
         lines = list[str]()
         for known in self.piecewise:
-            lines += described(known.optimizer, map(len, known.by_group))
+            lines += described(known.optimizer, map(len, known.by_group), known.is_everywhere)
             lines += [f"states in {'fp32' if known.state_format is None else known.state_format.name}"]
         return lines
 

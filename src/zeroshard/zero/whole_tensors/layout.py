@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard import rules
 from zeroshard.balance import largest_first
 from zeroshard.comm import Communicator, Work
 from zeroshard.comm.base import AllOf
-from zeroshard.optimizer_classes.reach import Reach
+from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
 from zeroshard.optimizer_classes.requirements import classify
 from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
@@ -212,21 +212,29 @@ class _Kept:
         self._part = self._target
 
 
-def needed_blocks(
-    optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any], group: Mapping[str, Any], has_all: bool = False
-) -> dict[nn.Parameter, int]:
-    """Return those of a group's parameters that may not be cut anywhere, all or none, with the elements of a block.
-
-    Blocks are counted from a parameter's first element; `WHOLE`: the tensor must be whole, on the rank that owns it.
-    Arguments and errors are those of `classify`; ValueError too if the class works in no layout. ``has_all``: whether
-    each rank updates all tensors, which may then influence each other.
-    """
+def kind_of_group(
+    optimizer_cls: type[Optimizer],
+    kwargs: Mapping[str, Any],
+    group: Mapping[str, Any],
+    dtypes: Iterable[torch.dtype] = (),
+) -> OptimizerKind:
+    """As `classify`, of a param group whose weights have these ``dtypes``: a refused kind, if one of them is."""
     chosen = group["params"]
     device = chosen[0].device if chosen else torch.device("cpu")
-    kind = classify(optimizer_cls, kwargs, group, device)
+    kinds = [classify(optimizer_cls, kwargs, group, device, dtype) for dtype in set(dtypes) or (torch.float32,)]
+    return next((kind for kind in kinds if kind.reach.refused), kinds[0])
+
+
+def needed_block(optimizer_cls: type[Optimizer], kind: OptimizerKind, *, has_all: bool) -> int:
+    """Return the elements of a block of a parameter that may not be cut, counted from its first one; 1: any may be.
+
+    `WHOLE`: the tensor must be whole, on the rank that owns it. ``has_all``: whether each rank updates all tensors, so
+    that they may influence each other.
+
+    Raises:
+        ValueError: the class works in no layout.
+    """
     if kind.reach.refused and not (has_all and kind.reach is Reach.CROSS_TENSOR):
         todo = "; take stage=0, where each rank updates all tensors" if kind.reach is Reach.CROSS_TENSOR else ""
         raise ValueError(f"optimizer_cls: {optimizer_cls.__name__} cannot be sharded: {kind.reason}{todo}")
-    if kind.reach is Reach.ELEMENT_WISE:
-        return {}
-    return dict.fromkeys(chosen, kind.block if kind.reach is Reach.BLOCK_WISE else WHOLE)
+    return kind.block if kind.reach in (Reach.ELEMENT_WISE, Reach.BLOCK_WISE) else WHOLE
