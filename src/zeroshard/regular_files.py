@@ -5,6 +5,12 @@ If the name belongs to a FIFO, opening it blocks until somebody writes; reading 
 uses the open descriptor (`os.fstat`), because the name may lead elsewhere a moment later. A file that is read
 completely has a size limit.
 
+[Note: Inside a folder]
+    A run folder may come from elsewhere, with symbolic links in it that lead out of it: whoever opened them would write
+    over the user's own files, or publish them. So what writes into a folder opens its files by `open_inside`,
+    `write_inside` and `folder_inside`: from the folder's descriptor on, each name with O_NOFOLLOW. The folder itself
+    may be a link, as that is its user's.
+
 All errors are OSErrors whose ``strerror`` says what is wrong, so callers that report unreadable files report these too.
 """
 
@@ -13,10 +19,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import stat
 import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader, StringIO
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 SETTINGS_BYTES = 16 << 20  # limit of files that people or their tools write: settings, model and data descriptions
@@ -31,7 +42,14 @@ _KINDS = {
 }
 
 
-def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666, *, follow: bool = True) -> int:
+def open_regular(
+    path: str | PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o666,
+    *,
+    follow: bool = True,
+    within: int | None = None,
+) -> int:
     """Open the regular file ``path`` without blocking; the caller closes the descriptor. Also an ``opener`` for `open`.
 
     Args:
@@ -39,6 +57,7 @@ def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int 
         flags: flags of `os.open`. With O_TRUNC the file is emptied only after the check that it is a regular file.
         mode: permissions of a file that O_CREAT makes.
         follow: whether ``path`` may be a symbolic link.
+        within: descriptor of the folder in which ``path`` lies; None: as the process sees it.
 
     Raises:
         IsADirectoryError: it is a folder.
@@ -46,8 +65,10 @@ def open_regular(path: str | PathLike[str], flags: int = os.O_RDONLY, mode: int 
     """
     if not follow:
         flags |= os.O_NOFOLLOW
-    _require_regular(path, _mode_of(path, follow=follow))  # before opening: even opening a device may have an effect
-    descriptor = os.open(path, (flags & ~os.O_TRUNC) | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    # before opening: even opening a device may have an effect
+    _require_regular(path, _mode_of(path, follow=follow, within=within))
+    flags_now = (flags & ~os.O_TRUNC) | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(path, flags_now, mode, dir_fd=within)
     try:
         _require_regular(path, os.fstat(descriptor).st_mode)
         if flags & os.O_TRUNC:
@@ -63,18 +84,101 @@ def require_regular(path: str | PathLike[str]) -> None:
     os.close(open_regular(path))
 
 
-def open_binary(path: str | PathLike[str]) -> BufferedReader:
-    """Open ``path`` for reading bytes, without a size limit; raises as `open_regular`."""
-    return open(path, "rb", opener=open_regular)
+def open_inside(
+    folder: str | PathLike[str], name: str | PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666
+) -> int:
+    """Open the regular file ``name`` in ``folder`` through no symbolic link below it: [Note: Inside a folder].
+
+    Args:
+        folder: the folder, which may be a link.
+        name: path of the file in it; with O_CREAT the folders on the way are made.
+        flags, mode: as for `open_regular`, which also says what is raised.
+    """
+    path = Path(folder, name)
+    with _entered(folder, Path(name).parent, make=bool(flags & os.O_CREAT)) as within, _named(path):
+        return open_regular(path.name, flags, mode, follow=False, within=within)
 
 
-def read_bytes(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> bytes:
+def folder_inside(folder: str | PathLike[str], name: str | PathLike[str]) -> Path:
+    """Make the folder ``name`` in ``folder``, if it is not there, through no symbolic link below; return its path.
+
+    Raises:
+        OSError: a part of ``name`` is a symbolic link or a file, or cannot be made.
+    """
+    with _entered(folder, Path(name), make=True):
+        return Path(folder, name)
+
+
+def write_inside(folder: str | PathLike[str], name: str | PathLike[str], content: str | bytes) -> None:
+    """Write the file ``name`` in ``folder``, complete or not at all; what has the name, also a link, is replaced.
+
+    Raises:
+        OSError: the disk is full or fails, or as `folder_inside`.
+    """
+    path = Path(folder, name)
+    draft = f".{path.name}.{secrets.token_hex(4)}.tmp"  # another process may write the same file
+    data = memoryview(content.encode() if isinstance(content, str) else content)
+    with _entered(folder, Path(name).parent, make=True) as within, _named(path):
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=within)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+            os.replace(draft, path.name, src_dir_fd=within, dst_dir_fd=within)
+        except BaseException:
+            os.unlink(draft, dir_fd=within)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _entered(folder: str | PathLike[str], below: Path, *, make: bool) -> Generator[int]:
+    """Yield a descriptor of the folder ``below`` in ``folder``, which is reached through no link below ``folder``."""
+    path, flags = Path(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    try:
+        for part in below.parts:
+            path /= part
+            with _named(path):
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=descriptor)
+                if stat.S_ISLNK(_mode_of(part, follow=False, within=descriptor)):
+                    raise _is_link(path)
+                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Give an OSError of the block, which knows the last part of a path alone, the ``path`` itself."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _is_link(path: str | PathLike[str]) -> OSError:
+    return OSError(errno.ELOOP, "it is a symbolic link", os.fspath(path))
+
+
+def open_binary(path: str | PathLike[str], *, follow: bool = True) -> BufferedReader:
+    """Open ``path`` for reading bytes, without a size limit; ``follow`` and errors as of `open_regular`."""
+    return open(path, "rb", opener=partial(open_regular, follow=follow))
+
+
+def read_bytes(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES, *, follow: bool = True) -> bytes:
     """The contents of a file as bytes.
 
     Raises:
         OSError: as `open_regular`; or the file has more than ``max_bytes``.
     """
-    with open_binary(path) as file:
+    with open_binary(path, follow=follow) as file:
         parts, left = [], max_bytes - os.fstat(file.fileno()).st_size
         if left >= 0:
             left = max_bytes  # counted while reading: a file in /proc has size 0, and a log may grow meanwhile
@@ -86,14 +190,14 @@ def read_bytes(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> by
     return b"".join(parts)
 
 
-def read_text(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES) -> str:
+def read_text(path: str | PathLike[str], max_bytes: int = SETTINGS_BYTES, *, follow: bool = True) -> str:
     """The contents of a UTF-8 file as text, with all line endings converted to newlines.
 
     Raises:
         OSError: as `read_bytes`.
         UnicodeDecodeError: the file is not UTF-8.
     """
-    return StringIO(read_bytes(path, max_bytes).decode(), newline=None).read()
+    return StringIO(read_bytes(path, max_bytes, follow=follow).decode(), newline=None).read()
 
 
 def json_of(text: str | bytes) -> Any:
@@ -136,9 +240,9 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _mode_of(path: str | PathLike[str], *, follow: bool) -> int:
+def _mode_of(path: str | PathLike[str], *, follow: bool, within: int | None = None) -> int:
     try:
-        return os.stat(path, follow_symlinks=follow).st_mode
+        return os.stat(path, follow_symlinks=follow, dir_fd=within).st_mode
     except FileNotFoundError:
         return stat.S_IFREG  # `os.open` may create it (O_CREAT), and otherwise raises that it does not exist
     except ValueError:
@@ -150,7 +254,7 @@ def _require_regular(path: str | PathLike[str], mode: int) -> None:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if kind == stat.S_IFLNK:
-        raise OSError(errno.ELOOP, "it is a symbolic link", os.fspath(path))
+        raise _is_link(path)
     if kind != stat.S_IFREG:
         what = _KINDS.get(kind, "something else")
         raise OSError(errno.EINVAL, f"it is {what}, not a file", os.fspath(path))

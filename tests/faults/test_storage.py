@@ -23,7 +23,8 @@ from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.start import run_training
-from zeroshard.train.state.lock import RunLock
+from zeroshard.train.state.lock import LOCK, RunLock
+from zeroshard.train.state.saved_run import newest_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -75,6 +76,11 @@ def _steps(folder):
     return [found.step for found in checkpoint.find(Path(folder) / "checkpoints") if found.complete]
 
 
+def _is_lost(line, config):
+    what = "the state of step 6 is lost (its checkpoint was removed while the run wrote there), there is no checkpoint;"
+    return line.startswith(f"error: {config.out}/checkpoints: {what} ")
+
+
 def _leftovers(folder):
     return [entry.name for entry in (Path(folder) / "checkpoints").iterdir() if entry.name.startswith(".")]
 
@@ -82,23 +88,25 @@ def _leftovers(folder):
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_one_says_that_nothing_was_kept(
+def test_a_full_disk_ends_no_run_each_failure_is_told_and_status_five_says_that_nothing_was_kept(
     config, capsys, background, world_size
 ):
     status = _train(config(checkpoint_async=background), {1: lambda: _limit_files(16_000)}, world_size)
     err = capsys.readouterr().err.splitlines()
-    assert status == ExitStatus.FAILED == 1
+    assert status == ExitStatus.STORAGE == 5
     warnings = [line for line in err if line.startswith("warning: step")]
     assert [line.split(":")[1] for line in warnings] == [" step 2", " step 4", " step 6"]
     assert all("File too large" in line and "there is none yet, the run continues" in line for line in warnings)
-    assert err[-1].startswith("error: ")
-    assert "no checkpoint could be written" in err[-1]
+    assert err[-1].startswith(
+        f"error: {config().out}/checkpoints: the state of step 6 is lost ([Errno 27] File too lar"
+    )
+    assert "), there is no checkpoint; free space or choose another --out, then start again" in err[-1]
     assert _steps(config().out) == []
     assert _leftovers(config().out) == []  # what was written is freed
     events = [json.loads(line) for line in (Path(config().out) / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert [event["step"] for event in events if "error" in event] == [2, 4, 6]
-    assert events[-1]["status"] == "failed"
+    assert events[-1]["status"] == "storage"
 
 
 @pytest.mark.usefixtures("limits")
@@ -144,6 +152,33 @@ def test_the_last_good_checkpoint_stays_and_the_disk_may_become_free_again(confi
 
 
 @pytest.mark.usefixtures("limits")
+def test_a_run_whose_last_save_fails_ends_in_status_five_names_what_is_there_and_exports_say_so(config, capsys):
+    made = config(checkpoint_async=False)
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    assert _train(made, {3: lambda: _limit_files(16_000)}) == ExitStatus.STORAGE
+    (line,) = _said(capsys, "error: ")
+    assert "checkpoints: the state of step 6 is lost ([Errno 27] File too large" in line
+    assert "), the newest checkpoint there is step-00000002; free space" in line
+    _limit_files(soft)
+    assert newest_checkpoint(Path(made.out) / "checkpoints").name == "step-00000002"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"warning: {made.out} trained to step 6, whose state is lost: this is step 2"
+    assert _train(made.model_copy(update={"resume": "auto"})) == ExitStatus.OK  # from step 2
+    capsys.readouterr()
+    assert newest_checkpoint(Path(made.out) / "checkpoints").name == "step-00000006"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_lock_file_that_is_removed_in_mid_run_costs_no_checkpoint(config, capsys, background):
+    made = config(checkpoint_async=background)
+    assert _train(made, {3: (Path(made.out) / LOCK).unlink}) == ExitStatus.OK
+    assert _steps(made.out) == [6, 4, 2]
+    (line,) = _said(capsys, "warning: ")
+    assert line.endswith("run.lock was removed while the run was writing there; it is made and locked again")
+
+
+@pytest.mark.usefixtures("limits")
 def test_a_log_that_cannot_be_written_ends_no_run_and_keeps_whole_lines(config, capsys):
     made = config(checkpoint_interval=0, checkpoint_async=False)
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -164,8 +199,8 @@ def test_a_folder_that_is_removed_in_mid_run_is_told_of_at_each_save_and_at_the_
     made = config(checkpoint_async=False)
     assert _train(made, {3: lambda: shutil.rmtree(made.out)}) == ExitStatus.STORAGE
     said = _said(capsys, "")
-    assert len([line for line in said if "was removed while the run was writing there" in line]) == 2
-    assert said[-1].startswith(f"error: {made.out}: it was removed while the run wrote there")
+    assert len([line for line in said if line.startswith("warning: step") and "was removed or renamed" in line]) == 2
+    assert _is_lost(said[-1], made)
     assert _steps(made.out) == _leftovers(made.out) == []
 
 
@@ -195,7 +230,7 @@ def test_a_run_whose_folder_is_gone_in_the_end_has_kept_nothing_and_says_so(
         monkeypatch.setattr(store, "begin", removed_before)
     assert _train(made, world_size=world_size) == ExitStatus.STORAGE
     (line,) = _said(capsys, "error: ")
-    assert line.startswith(f"error: {made.out}: it was removed while the run wrote there, and its checkpoints with it")
+    assert _is_lost(line, made)
 
 
 def test_a_folder_that_another_run_took_meanwhile_is_left_alone(config, capsys):
@@ -213,7 +248,7 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_alone(config, capsys):
     warnings = [line for line in said if line.startswith("warning: step")]
     assert len(warnings) == 2
     assert all("now belongs to process" in line for line in warnings)
-    assert said[-1].startswith(f"error: {made.out}: it was removed while the run wrote there, and its checkpoints")
+    assert _is_lost(said[-1], made)
     assert _steps(made.out) == _leftovers(made.out) == []
     taken[0].close()
 

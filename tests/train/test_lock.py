@@ -4,7 +4,7 @@ import os
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.state.lock import LOCK, RunLock
+from zeroshard.train.state.lock import LOCK, RunLock, run_of
 
 
 def test_a_folder_is_held_once_and_attempts_are_counted(tmp_path):
@@ -28,15 +28,51 @@ def test_who_finds_a_later_attempt_writes_no_more(tmp_path):
     lock.close()
 
 
-def test_a_folder_that_was_removed_is_told_of(tmp_path):
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_was_removed_or_renamed_is_told_of(tmp_path, again):
     folder = tmp_path / "run"
     folder.mkdir()
     lock = RunLock(folder)
-    (folder / LOCK).unlink()
-    folder.rmdir()
-    with pytest.raises(FileNotFoundError, match="was removed while the run was writing there"):
+    if again:
+        (folder / LOCK).unlink()
+        folder.rmdir()
+        folder.mkdir()  # of the same name, and no lock in it: what a new folder lacks is not made there
+    else:
+        folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="was removed or renamed while the run was writing there"):
         lock.require()
+    assert not (folder / LOCK).exists()
     lock.close()
+
+
+def test_a_lock_file_that_was_removed_alone_is_made_and_locked_again(tmp_path, capsys):
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK).unlink()
+    lock.require()
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path / LOCK} was removed while the run was writing there; it is made and locked again\n"
+    )
+    with pytest.raises(UserError, match="is in use by process"):
+        RunLock(tmp_path)
+    (tmp_path / LOCK).write_text("")  # somebody emptied it: it is the run's as before
+    lock.require()
+    (tmp_path / LOCK).unlink()
+    other = RunLock(tmp_path)  # of a run that came before the file was made again: it has the folder
+    with pytest.raises(OSError, match="now belongs to process"):
+        lock.require()
+    other.close()
+    lock.close()
+
+
+def test_the_identity_of_a_run_outlives_its_attempts_and_its_lock_file(tmp_path):
+    first = RunLock(tmp_path)
+    first.close()
+    for known, run in ((lambda: "another", first.run), (lambda: first.run, first.run)):
+        lock = RunLock(tmp_path, known)
+        assert (lock.run, run_of(tmp_path)) == (run, first.run)
+        lock.close()
+        (tmp_path / LOCK).unlink()
+    assert run_of(tmp_path) == ""
 
 
 @pytest.mark.parametrize("link", ["symlink", "dangling", "pipe"])

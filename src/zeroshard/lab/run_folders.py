@@ -24,11 +24,12 @@ from typing import Any, Literal
 from zeroshard.lab.metrics_log import Evaluation, number_of, read_log, why_unread
 from zeroshard.regular_files import json_of, read_text, toml_of
 from zeroshard.train.config.toml import RESOLVED, as_resolved
+from zeroshard.train.records.log_files import METRICS, SUMMARY
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.state.lock import LOCK
 
 State = Literal["done", "failed", "running", "unfinished", "damaged"]
-CONFIG, METRICS, SUMMARY = "config.toml", "metrics.jsonl", "summary.json"
+CONFIG = "config.toml"
 WARM_UP_STEPS = 2  # a run's first steps, left out of its medians: the first allocates, the second is still slower
 
 

@@ -1,8 +1,8 @@
 """A run's checkpoints: starts saves, reports how each went, and decides what failed saves mean for the exit status.
 
 A full or unwritable disk does not stop a run: training continues, each failed save is reported, and the last good
-checkpoint stays. The exit status is a failure if no checkpoint at all could be written, if a run that was told to stop
-could not save its last state, or if the newest checkpoint was removed from the disk.
+checkpoint stays. But a run that ends without its last state on the disk ends with `ExitStatus.STORAGE`, and says which
+step is there: else ``zeroshard train ... && zeroshard export ...`` would publish an old one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, name_best, step_name
+from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, latest, name_best, step_name
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.outer_steps import guards_of_replicas
@@ -82,20 +82,19 @@ class Saving:
         """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
         self._hear(self._saver.wait())
-        newest = self._folder / step_name(self.saved_at)
+        first = self._run.strategy.comm.rank == 0
         # Rank 0 looks whether the newest checkpoint that this run wrote is gone.
-        is_lost = self._run.strategy.comm.rank == 0 and self._num_complete > 0 and not is_complete(newest)
-        if largest(self._run.strategy.comm, is_lost):
-            what = "it was removed while the run wrote there, and its checkpoints with it"
-            self._say(f"error: {self._run.folder}: {what}; start again, in a folder that stays")
-            return ExitStatus.STORAGE if status in (ExitStatus.OK, *STOPPED) else status
-        none_written = bool(self._last_error) and not self._num_complete
-        stopped_unsaved = status in STOPPED and self.saved_at != self._wanted_at
-        if status not in (ExitStatus.OK, *STOPPED) or not (none_written or stopped_unsaved):
+        is_gone = first and self._num_complete > 0 and not is_complete(self._folder / step_name(self.saved_at))
+        is_gone = bool(largest(self._run.strategy.comm, is_gone))
+        if self.saved_at == self._wanted_at and not is_gone:
             return status
-        what = "no checkpoint could be written" if none_written else f"the state of step {self._wanted_at} is lost"
-        self._say(f"error: {self._folder}: {what} ({self._last_error}); free space or choose another --out")
-        return ExitStatus.FAILED
+        if first:
+            newest = latest(self._folder)
+            there = f"the newest checkpoint there is {newest.name}" if newest else "there is no checkpoint"
+            why = "its checkpoint was removed while the run wrote there" if is_gone else self._last_error
+            todo = "free space or choose another --out, then start again with --resume auto"
+            self._say(f"error: {self._folder}: the state of step {self._wanted_at} is lost ({why}), {there}; {todo}")
+        return ExitStatus.STORAGE if status in (ExitStatus.OK, *STOPPED) else status
 
     def close(self) -> None:
         """Stop the background writer; call it however the run ended."""

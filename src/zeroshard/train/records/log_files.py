@@ -17,8 +17,10 @@ from typing import Any
 
 from zeroshard.comm import by_kind
 from zeroshard.errors import warn
-from zeroshard.regular_files import LOG_BYTES, open_regular, read_bytes
+from zeroshard.regular_files import LOG_BYTES, open_inside, read_bytes, write_inside
 from zeroshard.train.records.records import StepRecord
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 
 class LogFiles:
@@ -34,12 +36,11 @@ class LogFiles:
 
     def __init__(self, folder: Path, clock: Callable[[], str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._summary, self._clock = folder / "metrics.jsonl", folder / "summary.json", clock
-        if self._path.exists():
-            written = read_bytes(self._path, LOG_BYTES)
-            # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
-            os.truncate(self._path, written.rfind(b"\n") + 1)
-        self._file = FileIO(self._path, "ab", opener=open_regular)
+        self._path, self._summary, self._clock = folder / METRICS, folder / SUMMARY, clock
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+        self._file = FileIO(open_inside(folder, METRICS, flags), "ab")
+        # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
+        os.ftruncate(self._file.fileno(), read_bytes(self._path, LOG_BYTES, follow=False).rfind(b"\n") + 1)
         self._num_lost = self._num_steps = 0
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
 
@@ -73,10 +74,8 @@ class LogFiles:
         largest_first = sorted(self._exposed_s.items(), key=lambda item: -item[1])
         exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
         text = json.dumps(finite_or_null({**summary, "exposed_s_per_step": exposed}), indent=2, allow_nan=False) + "\n"
-        unfinished = self._summary.with_suffix(".tmp")
         try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self._summary)
+            write_inside(self._summary.parent, SUMMARY, text)
         except OSError as error:
             warn(f"{self._summary} cannot be written ({error.strerror})")
 

@@ -11,11 +11,13 @@ import fcntl
 import json
 import os
 import socket
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError
-from zeroshard.regular_files import json_of, open_regular, read_text
+from zeroshard.errors import UserError, warn
+from zeroshard.regular_files import json_of, open_inside, read_text
 
 LOCK = "run.lock"
 _MOST_BYTES = 4096  # a larger file is not a lock file of ours
@@ -26,19 +28,31 @@ class RunLock:
 
     Attributes:
         attempt: how often the folder has been locked, this time included.
+        run: identity of the run in this folder, which its checkpoints carry too; it outlives attempts.
+
+    Args:
+        folder: the run folder.
+        known_run: returns the identity that its checkpoints say, or "", where no lock file says it.
 
     Raises:
         UserError: another run has locked the folder.
         OSError: the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known_run: Callable[[], str] = lambda: "") -> None:
         self._path = folder / LOCK
         self._is_new = not self._path.exists()
-        # No link is followed: what it leads to would be overwritten.
-        self._descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT, follow=False)
+        # The open folder tells whether another one has its name later: an inode that is in use has no second life.
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._descriptor = -1
         try:
+            self._descriptor = open_inside(folder, LOCK, os.O_RDWR | os.O_CREAT)
             self._hold()
+            before = _read(self._path)
+            attempt, run = before.get("attempt"), before.get("run")
+            self.attempt = attempt + 1 if isinstance(attempt, int) and attempt >= 0 else 1
+            self.run = (run if isinstance(run, str) else "") or known_run() or uuid.uuid4().hex[:12]
+            self._sign()
         except BaseException:
             self.close()
             raise
@@ -50,31 +64,45 @@ class RunLock:
             holder = _read(self._path)
             what = f"{self._path.parent} is in use by process {holder.get('pid')} on {holder.get('host')}"
             raise UserError("out", what, "end that run first, or choose another --out") from None
-        before = _read(self._path).get("attempt")
-        self.attempt = before + 1 if isinstance(before, int) and before >= 0 else 1
-        words = json.dumps({"attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()})
+
+    def _sign(self) -> None:
+        facts = {"attempt": self.attempt, "run": self.run, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, words.encode() + b"\n", 0)
+        os.pwrite(self._descriptor, json.dumps(facts).encode() + b"\n", 0)
         os.fsync(self._descriptor)
 
     def require(self) -> None:
-        """Check that this run still owns the folder.
+        """Check that this run still owns the folder; make and lock its file again if somebody has removed that alone.
 
         Raises:
-            FileNotFoundError: the lock file is gone, which means that the folder was removed.
-            OSError: another run has locked the folder since.
+            FileNotFoundError: the folder has another name now, or is gone.
+            OSError: another run has locked the folder since, or the file cannot be written.
         """
-        try:
-            here = os.stat(self._path)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{self._path.parent} was removed while the run was writing there") from None
-        held = None if self._descriptor < 0 else os.fstat(self._descriptor)
+        folder = self._path.parent
+        if self._descriptor >= 0 and not os.path.lexists(self._path):
+            if not _is_same(folder, self._folder):
+                raise FileNotFoundError(f"{folder} was removed or renamed while the run was writing there")
+            self._make_again()
         found = _read(self._path)
-        if held is None or not os.path.samestat(here, held) or found.get("attempt") != self.attempt:
+        attempt = found.get("attempt")
+        if not _is_same(self._path, self._descriptor) or (isinstance(attempt, int) and attempt != self.attempt):
             raise OSError(
-                f"{self._path.parent} now belongs to process {found.get('pid')} on {found.get('host')}, "
-                f"attempt {found.get('attempt')}: this run, attempt {self.attempt}, writes there no more"
+                f"{folder} now belongs to process {found.get('pid')} on {found.get('host')}, "
+                f"attempt {attempt}: this run, attempt {self.attempt}, writes there no more"
             )
+
+    def _make_again(self) -> None:
+        made = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # if another run makes it first, it has the folder
+        descriptor = os.open(LOCK, made, 0o666, dir_fd=self._folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._sign()
+        warn(f"{self._path} was removed while the run was writing there; it is made and locked again")
 
     def discard(self) -> None:
         """Release the lock of a run that never began, and remove the file if this run made it."""
@@ -84,9 +112,22 @@ class RunLock:
 
     def close(self) -> None:
         """Release the lock; may be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        for descriptor in {self._descriptor, self._folder} - {-1}:
+            os.close(descriptor)
+        self._descriptor = self._folder = -1
+
+
+def _is_same(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` is the open file or folder; False if there is none, or the descriptor is -1."""
+    try:
+        return descriptor >= 0 and os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def run_of(folder: Path) -> str:
+    """The identity of the run in ``folder``; empty if no run of this version has had its lock there."""
+    return str(_read(folder / LOCK).get("run", ""))
 
 
 def was_locked(folder: Path) -> bool:
@@ -97,7 +138,7 @@ def was_locked(folder: Path) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """Read the facts that the holder of the lock wrote; empty if they are missing or incomplete."""
     try:
-        found = json_of(read_text(path, _MOST_BYTES))
+        found = json_of(read_text(path, _MOST_BYTES, follow=False))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,8 +18,10 @@ from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.columns import printable
 from zeroshard.errors import UserError
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
+from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import by_path, nested, validate
+from zeroshard.train.records.log_files import SUMMARY
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -71,13 +73,30 @@ class _SavedRun(_Facts):
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in ``folder``, or None; print which newer ones it passes over, and why."""
+    """Return the newest complete checkpoint in ``folder``, or None; print which newer ones it passes over, and why.
+
+    Also printed: that the run trained on after it, and its last state was lost.
+    """
     for found in checkpoint.find(folder):
         if found.complete:
+            ended_at = _lost_step(folder.parent, found.step)
+            if ended_at:
+                line = f"warning: {folder.parent} trained to step {ended_at}, whose state is lost: this is step"
+                print(printable(f"{line} {found.step}"), file=sys.stderr, flush=True)
             return found.path
         line = f"warning: passed over {found.path}: it is not complete (no {MANIFEST})"
         print(printable(line), file=sys.stderr, flush=True)
     return None
+
+
+def _lost_step(run: Path, newest: int) -> int:
+    """The step at which a run ended whose last checkpoint is of step ``newest``; 0 if that is the same, or unknown."""
+    try:
+        summary = json_of(read_text(run / SUMMARY, follow=False))
+        ended_at, saved_at = summary["step"], summary["last_checkpoint_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return ended_at if isinstance(ended_at, int) and saved_at == newest < ended_at else 0
 
 
 def saved_run(path: Path) -> Mapping[str, Any]:
