@@ -6,13 +6,20 @@ import shutil
 import pytest
 import torch
 
+from zeroshard import checkpoint
 from zeroshard.cli import main
+from zeroshard.comm import LocalCommunicator
+from zeroshard.zero import NamedShard
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, data_folder):
-    """A run of two checkpoints, made once; tests copy it before they damage it."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
+def both(tmp_path_factory, data_folder):
+    """Two runs of two checkpoints each, made once; tests copy them before they damage them."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [_train(folder / name, data_folder) for name in ("run", "other")]
+
+
+def _train(folder, data_folder):
     words = {
         "--model.n-layer": "1", "--model.n-embd": "16", "--model.n-head": "2", "--data": "synthetic",
         "--data.dir": str(data_folder), "--data.max-tokens": "6000", "--strategy": "zero1", "--device": "cpu",
@@ -24,8 +31,13 @@ def trained(tmp_path_factory, data_folder):
 
 
 @pytest.fixture
-def run(trained, tmp_path):
-    return shutil.copytree(trained, tmp_path / "run")
+def run(both, tmp_path):
+    return shutil.copytree(both[0], tmp_path / "run")
+
+
+@pytest.fixture
+def other(both, tmp_path):
+    return shutil.copytree(both[1], tmp_path / "other")
 
 
 def say(capsys, *words, status=0):
@@ -35,6 +47,19 @@ def say(capsys, *words, status=0):
     out, err = capsys.readouterr()
     assert err == ""
     return out.splitlines()
+
+
+class State:
+    """Whole tensors that a checkpoint can hold."""
+
+    comm = LocalCommunicator()
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def named_shards(self):
+        for name, tensor in self.tensors.items():
+            yield NamedShard(name, "param", tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
 
 
 def damage(folder):
@@ -101,6 +126,72 @@ def test_verify_hashes_every_checkpoint_of_a_run_and_names_the_damaged_file(run,
     assert say(capsys, "verify", run / "checkpoints" / "step-00000004") == lines[:1]
 
 
+def _put(source, place):
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(source, place) if source.is_dir() else shutil.copyfile(source, place)
+
+
+def _swap(one, another):
+    aside = one.with_name("aside")
+    one.rename(aside)
+    another.rename(one)
+    aside.rename(another)
+
+
+def _link(source, place):
+    shutil.rmtree(place)
+    place.symlink_to(source)
+
+
+FOUR, TWO, RANK = "checkpoints/step-00000004", "checkpoints/step-00000002", "rank-00000-of-00001.safetensors"
+OF_FOUR, OF_RUN = "is of step 2, and the name step-00000004 of step 4", "is of run "
+MISPLACED = {
+    "an old one under the newest's name": (lambda a, b: _put(a / TWO, a / FOUR), OF_FOUR),
+    "a copy under a later name": (lambda a, b: _put(a / FOUR, a / "checkpoints/step-00000008"), "of step 8"),
+    "two that were swapped": (lambda a, b: _swap(a / TWO, a / FOUR), OF_FOUR),
+    "one that was renamed": (lambda a, b: (a / FOUR).rename(a / "checkpoints/step-00000006"), "of step 6"),
+    "a link to an old one": (lambda a, b: _link(a / TWO, a / FOUR), OF_FOUR),
+    "another run's": (lambda a, b: _put(b / FOUR, a / FOUR), OF_RUN),
+    "another run's beside it": (lambda a, b: _put(b / FOUR, a / "checkpoints/step-00000004.aside"), OF_RUN),
+    "another run's of another step": (lambda a, b: _put(b / TWO, a / FOUR), OF_FOUR),
+    "a link to another run's": (lambda a, b: _link(b / FOUR, a / FOUR), OF_RUN),
+    "an old one's manifest": (lambda a, b: _put(a / TWO / "manifest.json", a / FOUR / "manifest.json"), OF_FOUR),
+    "an old one's tensors": (lambda a, b: _put(a / TWO / RANK, a / FOUR / RANK), "does not match the manifest"),
+    "another run's manifest": (lambda a, b: _put(b / FOUR / "manifest.json", a / FOUR / "manifest.json"), OF_RUN),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_what_lies_in_the_place_of_another_step_or_run_is_not_verified_and_not_loaded(run, other, capsys, name):
+    damage, what = MISPLACED[name]
+    damage(run, other)
+    path = next((run / "checkpoints").glob("*.aside"), run)
+    assert any(what in line for line in say(capsys, "verify", path, status=3))
+    choice = checkpoint.newest_valid(LocalCommunicator(), run / "checkpoints")
+    assert path.suffix == ".aside" or any(what in each.why for each in choice.passed_over)
+    step = int(choice.path.name[-8:]) if choice.path else 0
+    assert step == {"a copy under a later name": 4, "another run's beside it": 4, "two that were swapped": 0}.get(
+        name, 2
+    )
+
+
+def test_copies_of_runs_and_of_their_checkpoints_are_verified_wherever_they_lie(run, tmp_path, capsys):
+    (run / "run.lock").unlink()
+    shutil.copytree(run / "checkpoints", tmp_path / "new" / "checkpoints")
+    moved = tmp_path / "kept" / "step-00000004"
+    shutil.copytree(run / FOUR, moved)
+    (run / "checkpoints" / "run-id").unlink()  # as of an earlier version
+    for path in (run, tmp_path / "new", moved):
+        assert all("undamaged" in line for line in say(capsys, "verify", path))
+
+
+def test_a_checkpoint_is_not_saved_under_the_name_of_another_step(tmp_path):
+    with pytest.raises(ValueError, match=r"^path: the checkpoint is of step 4, .* of step 8; name it step-00000004$"):
+        checkpoint.save(tmp_path / "step-00000008", State(), step=4)
+    assert not any(tmp_path.iterdir())
+    checkpoint.save(tmp_path / "step-8", State(), step=4)  # a name of one's own
+
+
 def test_diff_of_a_checkpoint_with_itself_and_with_another(run, capsys, tmp_path):
     two, four = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
     assert say(capsys, "diff", two, two) == ["no difference"]
@@ -113,20 +204,6 @@ def test_diff_of_a_checkpoint_with_itself_and_with_another(run, capsys, tmp_path
 
 
 def test_diff_sees_bits_that_numbers_hide_and_tensors_that_are_not_there(tmp_path, capsys):
-    from zeroshard import checkpoint
-    from zeroshard.comm import LocalCommunicator
-    from zeroshard.zero import NamedShard
-
-    class State:
-        comm = LocalCommunicator()
-
-        def __init__(self, **tensors):
-            self.tensors = tensors
-
-        def named_shards(self):
-            for name, tensor in self.tensors.items():
-                yield NamedShard(name, "param", tuple(tensor.shape), (0, tensor.numel()), tensor.reshape(-1))
-
     nan = float("nan")
     first = State(
         zero=torch.tensor([0.0, 1.0]), nan=torch.tensor([nan, 2.0]), mine=torch.ones(1), shape=torch.ones(2, 3)

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from zeroshard.errors import UserError
-from zeroshard.train.state.lock import LOCK, RunLock, run_of
+from zeroshard.train.state.lock import LOCK, RunLock
 
 
 def test_a_folder_is_held_once_and_attempts_are_counted(tmp_path):
@@ -62,17 +62,6 @@ def test_a_lock_file_that_was_removed_alone_is_made_and_locked_again(tmp_path, c
         lock.require()
     other.close()
     lock.close()
-
-
-def test_the_identity_of_a_run_outlives_its_attempts_and_its_lock_file(tmp_path):
-    first = RunLock(tmp_path)
-    first.close()
-    for known, run in ((lambda: "another", first.run), (lambda: first.run, first.run)):
-        lock = RunLock(tmp_path, known)
-        assert (lock.run, run_of(tmp_path)) == (run, first.run)
-        lock.close()
-        (tmp_path / LOCK).unlink()
-    assert run_of(tmp_path) == ""
 
 
 @pytest.mark.parametrize("link", ["symlink", "dangling", "pipe"])

@@ -82,12 +82,12 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
 
     Raises:
         OSError: some rank could not write; every rank raises, with the reason and the rank.
-        ValueError: the ranks' pieces do not tile some tensor, JSON cannot represent ``extra``, it has another ``step``,
-            or ``step`` is no whole number from 0 on.
+        ValueError: the ranks' pieces do not tile some tensor, JSON cannot represent ``extra``, it or the name of
+            ``path`` has another ``step``, or ``step`` is no whole number from 0 on.
     """
     path, comm = Path(path), source.comm
     first = comm.rank == 0
-    facts = facts_of(source, step, extra)
+    facts = facts_of(path, source, step, extra)
     try:
         with agreement(comm, phase="making the folder"):
             if first:
@@ -184,12 +184,18 @@ def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
     """Return the folder that holds the checkpoint ``path``, and its manifest, checked against its own sha256.
 
     Raises:
-        UserError: there is no complete checkpoint, or its manifest is damaged.
+        UserError: there is no complete checkpoint, its manifest is damaged, or it is of another step than its name says
+            or of another run than those beside it.
     """
-    folder = store.resolve(Path(path))
+    path = Path(path)
+    folder = store.resolve(path)
     if folder is None:
         raise folders.no_checkpoint(path)
-    return folder, manifests.parse(folder / MANIFEST)
+    manifest = manifests.parse(folder / MANIFEST)
+    elsewhere = folders.misplaced(path, manifest)
+    if elsewhere is not None:
+        raise elsewhere
+    return folder, manifest
 
 
 def read_manifest(path: str | PathLike[str]) -> Manifest:
@@ -211,14 +217,16 @@ class Facts:
     tied: dict[str, str]
 
 
-def facts_of(source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Facts:
+def facts_of(path: Path, source: Saveable, step: int, extra: Mapping[str, Any] | None) -> Facts:
     """Collect the manifest's facts as they are now, because ``extra`` and the optimizer's settings may change later.
 
     Raises:
-        ValueError: JSON cannot represent ``extra``, it has another ``step``, or ``step`` is no whole number from 0 on.
+        ValueError: as `save`.
     """
     if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise ValueError(f"step: {step!r} is not a whole number from 0 on; give the number of optimizer steps done")
+    if what := folders.other_step(path, int(step)):
+        raise ValueError(f"path: the checkpoint {what}; name it {folders.step_name(int(step))}")
     try:
         as_json = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -147,12 +147,12 @@ class BackgroundSaver:
             The outcome of the earlier save if there was one to wait for, else None.
 
         Raises:
-            ValueError: JSON cannot represent ``extra``.
+            ValueError: JSON cannot represent ``extra``, or it, or the name of ``path``, has another ``step``.
         """
         began = perf_counter()
         earlier = self.wait(progress)
         path, comm = Path(path), self._comm
-        self._pending = pending = _Pending(Saved(path, step), api.facts_of(source, step, extra), began)
+        self._pending = pending = _Pending(Saved(path, step), api.facts_of(path, source, step, extra), began)
         try:
             with agreement(comm, phase="making the folder"):
                 if comm.rank == 0:

@@ -24,14 +24,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def differences(first: tuple[Path, Manifest], second: tuple[Path, Manifest]) -> Iterator[str]:
     """Yield one line for each difference in step, ``extra``, param groups, tied names and tensors.
 
-    The number of ranks, the pieces and the versions that wrote a checkpoint are not compared.
+    The run, the number of ranks, the pieces and the versions that wrote a checkpoint are not compared.
 
     Args:
         first: a checkpoint's folder and its manifest, as `open_manifest` returns them.
         second: the same of the checkpoint to compare with.
     """
     (folder_a, a), (folder_b, b) = first, second
-    facts = [{"step": m.step, "extra": m.extra, "param_groups": list(m.param_groups), "tied": m.tied} for m in (a, b)]
+    extras = [{key: value for key, value in m.extra.items() if key != "run"} for m in (a, b)]
+    facts = [
+        {"step": m.step, "extra": extra, "param_groups": list(m.param_groups), "tied": m.tied}
+        for m, extra in zip((a, b), extras, strict=True)
+    ]
     yield from _differences_of_facts("", *facts)
     ours, theirs = ({(entry.name, entry.kind): entry for entry in manifest.tensors} for manifest in (a, b))
     with CheckpointReader(folder_a, a) as reader_a, CheckpointReader(folder_b, b) as reader_b:

@@ -1,27 +1,88 @@
-"""Many checkpoints in one folder: find them, find the newest, and delete old ones."""
+"""Many checkpoints in one folder: find them, find the newest, delete old ones, and tell those that do not belong there.
+
+[Note: What lies where]
+    A checkpoint is known by the name of its folder (``step-00001000``), and a folder of them by the run in it. Neither
+    is in the checksums of files, so a copy under another name, two folders that were swapped, or one of another run
+    would pass for what their place says. So a manifest has the step, and ``extra["run"]`` the run's identity, which is
+    also in the file `RUN_ID` beside the checkpoints of a run of the trainer. Whoever opens a checkpoint compares them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
+import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.errors import UserError
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest, parse
+from zeroshard.errors import UserError, shown
+from zeroshard.regular_files import read_text, write_inside
 
 RUN_FOLDER = "checkpoints"  # subfolder of a run's folder
 BEST = "best"  # a link to the checkpoint of the lowest validation loss
+RUN_ID = "run-id"  # a file with the identity of the run whose checkpoints these are
+_MOST_ID_BYTES = 256
 _NAME = re.compile(r"\.?step-(\d+)(\.tmp|\.old)?")
+_OF_A_STEP = re.compile(r"step-(\d{8,})(\.aside\d*)?")
 
 
 def step_name(step: int) -> str:
     """Return the folder name of the state after ``step`` steps: ``step-00001000``."""
     return f"step-{step:08d}"
+
+
+def other_step(path: Path, step: int) -> str:
+    """Say that the name of the folder ``path`` is that of another step than ``step``; empty if it is not."""
+    for name in (path.name, path.resolve().name):
+        match = _OF_A_STEP.fullmatch(name)
+        if match and int(match[1]) != step:
+            return f"is of step {step}, and the name {name} of step {int(match[1])}"
+    return ""
+
+
+def misplaced(path: Path, manifest: Manifest) -> UserError | None:
+    """Return the error for a checkpoint that lies where one of another step or run is expected, if it does.
+
+    See [Note: What lies where].
+    """
+    if what := other_step(path, manifest.step):
+        return UserError(str(path), what, f"name it {step_name(manifest.step)}, or take another checkpoint")
+    here, run = run_of(path.absolute().parent), manifest.extra.get("run")
+    if here and run is not None and run != here:
+        what = f"is of run {shown(run)}, and its folder of run {shown(here)}"
+        return UserError(str(path), what, "move it into a folder of its own, and give its path")
+    return None
+
+
+def run_of(folder: Path) -> str:
+    """The identity of the run whose checkpoints are in ``folder``; empty if that is not known."""
+    try:
+        return read_text(folder / RUN_ID, _MOST_ID_BYTES, follow=False).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def identity(folder: Path) -> str:
+    """`run_of`; if there is no such file, what the newest checkpoint says, and else a new one."""
+    if known := run_of(folder):
+        return known
+    newest = latest(folder)
+    try:
+        run = parse(newest / MANIFEST).extra.get("run") if newest else None
+    except UserError:  # damaged; who loads it says so
+        run = None
+    return run if isinstance(run, str) and run else uuid.uuid4().hex[:12]
+
+
+def keep_identity(folder: Path, run: str) -> None:
+    """Write `RUN_ID` if it is not there. Raises OSError."""
+    if not run_of(folder):
+        write_inside(folder, RUN_ID, f"{run}\n")
 
 
 @dataclass(frozen=True)

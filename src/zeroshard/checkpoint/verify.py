@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from zeroshard.checkpoint import store
-from zeroshard.checkpoint.folder import no_checkpoint
+from zeroshard.checkpoint.folder import misplaced, no_checkpoint
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
 from zeroshard.errors import UserError
 from zeroshard.regular_files import open_binary
@@ -30,7 +30,7 @@ READERS = 4  # at least so many threads, even if torch uses fewer: a disk serves
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a checkpoint."""
+    """What is wrong with one file of a checkpoint, or with its folder."""
 
     file: Path
     what: str
@@ -45,6 +45,8 @@ class Damage:
 
 def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> tuple[Damage, ...]:
     """Return everything that is wrong with the checkpoint at ``path``; empty if it is intact. Needs one process only.
+
+    A checkpoint of another step than its folder's name says, or of another run than those beside it, is damaged too.
 
     Args:
         path: the checkpoint's folder.
@@ -62,7 +64,9 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
         if error.todo != DAMAGED_TODO:  # an unknown version
             raise
         return (Damage(folder / MANIFEST, error.what),)
-    return damages(folder, manifest, manifest.regions(), progress)
+    elsewhere = misplaced(Path(path), manifest)
+    found = (Damage(Path(path), elsewhere.what),) if elsewhere else ()
+    return found + damages(folder, manifest, manifest.regions(), progress)
 
 
 def damages(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, latest, name_best, step_name
+from zeroshard.checkpoint.folder import identity, keep_identity
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.outer_steps import guards_of_replicas
@@ -39,13 +40,14 @@ class Saving:
             run.strategy.comm,
             Keep(schedule.keep_checkpoints, schedule.keep_every),
             background=schedule.checkpoint_async,
-            before_commit=run.require_folder,
+            before_commit=self._claim,
             in_place=True,
             on_progress=self.alive,
         )
         self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
         if run.local_steps is not None:
             run.local_steps.before_change = self.settle
+        self._run_id = identity(self._folder) if run.strategy.comm.rank == 0 else ""
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -58,7 +60,12 @@ class Saving:
         """Start to save the state after ``step`` steps; waits for an earlier save first."""
         run = self._run
         self._alive(PATIENCE_S)
-        extra = {"config": run.config or {}, "position": position(run, step), "data_sha256": run.corpus.sha256}
+        extra = {
+            "run": self._run_id,
+            "config": run.config or {},
+            "position": position(run, step),
+            "data_sha256": run.corpus.sha256,
+        }
         if run.scaler:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()
@@ -69,6 +76,10 @@ class Saving:
         self._hear(self._saver.start(path, run.strategy, step=step, extra=extra))
         self._wanted_at = step
         self.alive()
+
+    def _claim(self) -> None:
+        self._run.require_folder()
+        keep_identity(self._folder, self._run_id)
 
     def settle(self) -> None:
         """Copy what the current save has not read yet; must be called before weights or their average change."""

@@ -11,8 +11,6 @@ import fcntl
 import json
 import os
 import socket
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +26,13 @@ class RunLock:
 
     Attributes:
         attempt: how often the folder has been locked, this time included.
-        run: identity of the run in this folder, which its checkpoints carry too; it outlives attempts.
-
-    Args:
-        folder: the run folder.
-        known_run: returns the identity that its checkpoints say, or "", where no lock file says it.
 
     Raises:
         UserError: another run has locked the folder.
         OSError: the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: Path, known_run: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         self._is_new = not self._path.exists()
         # The open folder tells whether another one has its name later: an inode that is in use has no second life.
@@ -48,10 +41,8 @@ class RunLock:
         try:
             self._descriptor = open_inside(folder, LOCK, os.O_RDWR | os.O_CREAT)
             self._hold()
-            before = _read(self._path)
-            attempt, run = before.get("attempt"), before.get("run")
-            self.attempt = attempt + 1 if isinstance(attempt, int) and attempt >= 0 else 1
-            self.run = (run if isinstance(run, str) else "") or known_run() or uuid.uuid4().hex[:12]
+            before = _read(self._path).get("attempt")
+            self.attempt = before + 1 if isinstance(before, int) and before >= 0 else 1
             self._sign()
         except BaseException:
             self.close()
@@ -66,7 +57,7 @@ class RunLock:
             raise UserError("out", what, "end that run first, or choose another --out") from None
 
     def _sign(self) -> None:
-        facts = {"attempt": self.attempt, "run": self.run, "pid": os.getpid(), "host": socket.gethostname()}
+        facts = {"attempt": self.attempt, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(facts).encode() + b"\n", 0)
         os.fsync(self._descriptor)
@@ -123,11 +114,6 @@ def _is_same(path: Path, descriptor: int) -> bool:
         return descriptor >= 0 and os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def run_of(folder: Path) -> str:
-    """The identity of the run in ``folder``; empty if no run of this version has had its lock there."""
-    return str(_read(folder / LOCK).get("run", ""))
 
 
 def was_locked(folder: Path) -> bool:
