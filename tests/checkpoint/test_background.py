@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zeroshard import checkpoint
-from zeroshard.checkpoint import BackgroundSaver, Keep, background, store
+from zeroshard.checkpoint import BackgroundSaver, background, store
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.comm import LocalCommunicator, run_threads
 
@@ -56,7 +56,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_becomes_of_it(
         return saved
 
     for saved in run_threads(rank_main, world_size):
-        assert (saved.error, saved.warning, saved.step) == ("", "", 1)
+        assert (saved.error, saved.step) == ("", 1)
         assert 0 < saved.stall_s <= saved.total_s
     for key, tensor in _reload(tmp_path / "step-1", evenly_sharded, some_tensors).items():
         assert torch.equal(tensor, before[key]), key
@@ -94,7 +94,7 @@ def test_lent_state_is_saved_as_it_was_and_copied_only_where_the_update_comes_fi
         return saved
 
     for saved in run_threads(rank_main, world_size):
-        assert (saved.error, saved.warning) == ("", "")
+        assert saved.error == ""
         if not written_first:
             assert saved.num_copied_bytes == saved.num_bytes
     if written_first and world_size == 1:
@@ -222,37 +222,6 @@ def test_a_bug_in_a_writer_is_raised_on_every_rank(tmp_path, evenly_sharded, som
         saver.close()
 
     run_threads(rank_main, 2)
-
-
-def test_old_checkpoints_go_when_a_new_one_is_complete_and_not_before(
-    tmp_path, evenly_sharded, some_tensors, monkeypatch
-):
-    comm = LocalCommunicator()
-    saver = BackgroundSaver(comm, Keep(newest=2, every=30))
-    source = evenly_sharded(comm, some_tensors)
-    for step in (10, 20, 30, 40, 50):
-        saver.start(tmp_path / f"step-{step:08d}", source, step=step)
-        assert saver.wait().error == ""
-    assert [found.step for found in checkpoint.find(tmp_path)] == [50, 40, 30]
-    monkeypatch.setattr(background.api, "finish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    saver.start(tmp_path / "step-00000060", source, step=60)
-    assert "No space left" in saver.wait().error
-    assert [found.step for found in checkpoint.find(tmp_path)] == [50, 40, 30]
-    saver.close()
-
-
-def test_one_that_cannot_be_deleted_is_a_warning(tmp_path, evenly_sharded, some_tensors, monkeypatch):
-    saver = BackgroundSaver(LocalCommunicator(), Keep(newest=1))
-    source = evenly_sharded(LocalCommunicator(), some_tensors)
-    saver.start(tmp_path / "step-00000001", source, step=1)
-    saver.wait()
-    monkeypatch.setattr(store, "remove_named", lambda path: (_ for _ in ()).throw(OSError(13, "Permission denied")))
-    saver.start(tmp_path / "step-00000002", source, step=2)
-    saved = saver.wait()
-    saver.close()
-    assert saved.error == ""
-    assert "could not be deleted" in saved.warning
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
 
 
 def test_extra_that_json_cannot_hold_is_refused_at_once(tmp_path, evenly_sharded, some_tensors):

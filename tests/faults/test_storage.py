@@ -16,7 +16,7 @@ import torch
 import forked
 from tiny_runs import built
 from zeroshard import checkpoint
-from zeroshard.checkpoint import background, store
+from zeroshard.checkpoint import store
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus, FirstRankStorageError, UserError
 from zeroshard.train.loop.loop import train
@@ -210,7 +210,7 @@ def test_a_run_whose_folder_is_gone_in_the_end_has_kept_nothing_and_says_so(
     config, capsys, monkeypatch, when, world_size
 ):
     made = config(checkpoint_interval=4)
-    begin, prune = store.begin, background.prune
+    begin, commit = store.begin, store.commit
 
     def removed_before(path):
         if path.name == "step-00000006":
@@ -219,13 +219,13 @@ def test_a_run_whose_folder_is_gone_in_the_end_has_kept_nothing_and_says_so(
             raise OSError(5, "Input/output error")
         return begin(path)
 
-    def removed_after(folder, *args):
-        prune(folder, *args)
-        if when == "after it" and (folder / "step-00000006").exists():
+    def removed_after(path):
+        commit(path)
+        if path.name == "step-00000006":
             shutil.rmtree(made.out)
 
     if when == "after it":
-        monkeypatch.setattr(background, "prune", removed_after)
+        monkeypatch.setattr(store, "commit", removed_after)
     else:
         monkeypatch.setattr(store, "begin", removed_before)
     assert _train(made, world_size=world_size) == ExitStatus.STORAGE

@@ -11,7 +11,7 @@ from zeroshard.checkpoint.api import (
     read_manifest,
     save,
 )
-from zeroshard.checkpoint.background import BackgroundSaver, Keep, Saved
+from zeroshard.checkpoint.background import BackgroundSaver, Saved
 from zeroshard.checkpoint.consolidated import consolidate
 from zeroshard.checkpoint.folder import BEST, Found, find, is_complete, latest, name_best, prune, set_aside, step_name
 from zeroshard.checkpoint.manifest import Manifest, parsed_once
@@ -25,7 +25,6 @@ __all__ = [
     "Choice",
     "Damage",
     "Found",
-    "Keep",
     "Manifest",
     "Rejected",
     "Saveable",

@@ -1,7 +1,7 @@
 """Background checkpoint saves: a thread hashes and writes the state while training continues.
 
     step loop   copy to host | forward, backward, update | forward, ...
-    writer           hash and write, flush  | rank 0: manifest, rename, delete old ones
+    writer           hash and write, flush  | rank 0: manifest, rename
 
 A save blocks the training loop only for the copy to the host; the copy's memory is reused by the next save. If a save
 starts while an earlier one is still being written, the loop first waits for the earlier one, so there is never more
@@ -39,7 +39,6 @@ import torch
 from zeroshard.checkpoint import api, store
 from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
-from zeroshard.checkpoint.folder import prune
 from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, first_message
@@ -50,21 +49,12 @@ _LOOK_S = 0.1  # between two polls of a write's progress
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Which complete checkpoints stay after a save: the ``newest`` newest (0: all) and multiples of ``every`` steps."""
-
-    newest: int = 0
-    every: int = 0
-
-
-@dataclass(frozen=True)
 class Saved:
     """The outcome of a save; the same on every rank except for the seconds and bytes."""
 
     path: Path  # the checkpoint's folder
     step: int  # the number of optimizer steps done in the saved state
     error: str = ""  # why the save failed, with the rank; empty if the checkpoint is complete
-    warning: str = ""  # what failed after the checkpoint was complete; empty if nothing did
     num_bytes: int = 0  # bytes that this rank writes
     num_copied_bytes: int = 0  # those of ``num_bytes`` that had to be copied before training could continue
     # seconds for which the save blocked this rank's training loop: copying state, and waiting for an earlier save
@@ -77,7 +67,7 @@ class _Pending:
     saved: Saved
     facts: Facts
     began: float
-    work: Future[str] | None = None  # this rank's part of the current phase; the result is a warning
+    work: Future[None] | None = None  # this rank's part of the current phase
     copy_on_write: CopyOnWrite = field(default_factory=CopyOnWrite)
     host_copies: HostCopies = field(default_factory=lambda: HostCopies(ByDevice()))
     completing: bool = False
@@ -99,7 +89,6 @@ class BackgroundSaver:
 
     Args:
         comm: the communicator of these ranks.
-        keep: which older checkpoints ``step-N`` of the same folder stay once a new one is complete.
         background: False: `start` writes at once and without a copy, which saves memory and blocks the training loop.
         before_commit: called on rank 0 just before the checkpoint is completed and renamed; an OSError fails the save.
         in_place: whether the writer may read CPU state in place until `settle`, and a GPU's stream may copy GPU state
@@ -110,14 +99,13 @@ class BackgroundSaver:
     def __init__(
         self,
         comm: Communicator,
-        keep: Keep = Keep(),
         *,
         background: bool = True,
         before_commit: Callable[[], None] = lambda: None,
         in_place: bool = False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._comm, self._keep, self._background, self._before_commit = comm, keep, background, before_commit
+        self._comm, self._background, self._before_commit = comm, background, before_commit
         self._in_place, self._on_progress = in_place, on_progress
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host, self._streams = HostMemory(), ByDevice()
@@ -271,20 +259,14 @@ class BackgroundSaver:
         pending.saved = replace(pending.saved, num_copied_bytes=num_copied)
         return held
 
-    def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> str:
+    def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> None:
         folder = store.temporary(pending.saved.path)
         pending.host_copies.wait()
         api.write_rank(folder, self._comm, shards, pending.advance, pending.copy_on_write.reading)
-        return ""
 
-    def _complete(self, pending: _Pending) -> str:
+    def _complete(self, pending: _Pending) -> None:
         self._before_commit()
         api.finish(pending.saved.path, pending.facts, pending.advance)
-        try:
-            prune(pending.saved.path.parent, self._keep.newest, self._keep.every, pending.advance)
-        except OSError as error:
-            return f"older checkpoints could not be deleted: {error}"
-        return ""
 
     def _is_writing(self, pending: _Pending) -> bool:
         """Whether any rank has not finished this phase; also reports progress to `on_progress`. Collective."""
@@ -300,7 +282,7 @@ class BackgroundSaver:
         return bool(any_writes)
 
     def _agree(self, pending: _Pending) -> Saved:
-        """Return the outcome of a phase that every rank has finished: the first rank's error or warning. Collective."""
+        """Return the outcome of a phase that every rank has finished: the first rank's error, if any. Collective."""
         failure = None if pending.work is None else pending.work.exception()
         ours = failure is not None and not isinstance(failure, OSError)
         told = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])
@@ -310,6 +292,4 @@ class BackgroundSaver:
             if ours:
                 raise RuntimeError(f"rank {rank} failed to write {pending.saved.path}: {what}") from failure
             return replace(pending.saved, error=f"{what} (rank {rank})")
-        warning = "" if pending.work is None else pending.work.result()
-        warned = first_message(self._comm, warning or None)
-        return replace(pending.saved, warning=warned[1] if warned else "")
+        return pending.saved

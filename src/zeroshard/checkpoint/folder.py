@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -158,40 +158,36 @@ def name_best(folder: str | PathLike[str], step: int) -> None:
     draft.replace(link)
 
 
-def surplus(steps: Collection[int], newest: int, every: int) -> list[int]:
-    """Return, in order, the steps to delete: all except the ``newest`` newest and the multiples of ``every``.
+def surplus(steps: Collection[int], newest: int, every: int, uncounted: Collection[int] = ()) -> list[int]:
+    """Return, in order, the steps to delete: all but the ``newest`` newest, the multiples of ``every``, and later ones.
 
     Args:
         steps: the steps that have a complete checkpoint.
         newest: how many of the newest to keep; 0 keeps all.
         every: steps; 0 keeps none for being a multiple.
+        uncounted: steps that are not counted as kept; of these only those before the newest kept one are deleted.
     """
-    if not newest:
-        return []
-    return [step for step in sorted(steps)[:-newest] if not every or step % every]
+    kept = sorted(step for step in steps if step not in uncounted)[-newest:] if newest else []
+    return [
+        step for step in sorted(steps) if kept and step < kept[-1] and step not in kept and (not every or step % every)
+    ]
 
 
-def prune(folder: Path, newest: int, every: int, progress: Callable[[], None] = lambda: None) -> list[Path]:
+def prune(folder: Path, newest: int, every: int, uncounted: Collection[int] = ()) -> None:
     """Delete the checkpoints that `surplus` names, and temporary folders of steps before the newest complete one.
 
-    The checkpoint that ``best`` points to stays. ``progress`` is called after each folder.
-
-    Returns:
-        The complete checkpoints that were deleted.
+    The checkpoint that ``best`` points to stays.
 
     Raises:
         OSError: a folder cannot be deleted.
     """
     found = find(folder)
     complete = [each.step for each in found if each.complete]
-    gone = set(surplus(complete, newest, every))
+    gone = set(surplus(complete, newest, every, uncounted))
     best = os.readlink(folder / BEST) if (folder / BEST).is_symlink() else ""
-    deleted = [each.path for each in found if each.complete and each.step in gone and each.path.name != best]
     for each in found:
         if each.step < max(complete, default=0):
             store.remove(store.temporary(each.path))
-            progress()
-    for path in deleted:
-        store.remove_named(path)
-        progress()
-    return deleted
+    for each in found:
+        if each.complete and each.step in gone and each.path.name != best:
+            store.remove_named(each.path)

@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from math import inf
+from math import inf, isfinite
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -82,20 +82,21 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
         if step == run.first_step:
             gc_frequency.default_collections()
         _tell(run, lambda observer, record=record: observer.on_step(record))
-        saving.poll()
-        status = _verdict(run, record)
+        saving.poll(taken=not record.skipped)
+        status = _verdict(run, record, saving)
         if status != ExitStatus.OK:
             break
         step, loss, status = step + 1, record.loss, stop
         step_s.append(record.step_s)
-        at_end, is_best = step == schedule.max_steps, False
+        at_end, is_best, proven = step == schedule.max_steps, False, False
         if status == ExitStatus.OK and (at_end or _is_due(step, schedule.eval_interval)):
             if not losses:
                 alive(PATIENCE_S)  # the first evaluation may compile
             losses = _evaluate(run, step, saving.settle, saving.alive)
+            proven = isfinite(losses["val_loss"])
             is_best = run.best.record(step, losses["val_loss"]) and schedule.keep_best
         if is_best or stop or at_end or _is_due(step, schedule.checkpoint_interval):
-            saving.begin(step)
+            saving.begin(step, proven=proven)
         saving.alive()
         if at_end:
             break
@@ -125,10 +126,10 @@ def _train(run: Run, saving: Saving, stop_wanted: Callable[[], int], alive: Aliv
     return status
 
 
-def _verdict(run: Run, record: StepRecord) -> ExitStatus:
+def _verdict(run: Run, record: StepRecord, saving: Saving) -> ExitStatus:
     """Return OK, or the status with which the run ends after this step; the reason is printed here. Collective."""
     if run.guard.given_up or (run.scaler and run.scaler.exhausted):
-        _complain(run, record)
+        _complain(run, record, saving)
         return ExitStatus.NOT_FINITE
     if run.contract and run.contract.enforce and _broken(run, run.contract):
         return ExitStatus.CHECK_FAILED
@@ -216,7 +217,7 @@ def _tell(run: Run, call: Callable[[Observer], None]) -> None:
         call(observer)
 
 
-def _complain(run: Run, record: StepRecord) -> None:
+def _complain(run: Run, record: StepRecord, saving: Saving) -> None:
     """Print why the run is given up, and which module produced the first NaN/Inf; collective.
 
     The first of the ranks that step together prints it.
@@ -230,6 +231,6 @@ def _complain(run: Run, record: StepRecord) -> None:
         print(
             f"error: step {record.step}: loss {record.loss} or gradient norm {record.grad_norm} is NaN/Inf{scale},"
             f" the last of {run.guard.num_skipped} skipped steps; the first NaN/Inf was {origin}; "
-            "lower lr, lengthen warmup_steps or set grad_clip, and resume from the last checkpoint",
+            f"lower lr, lengthen warmup_steps or set grad_clip, and {saving.sound()}",
             file=sys.stderr,
         )

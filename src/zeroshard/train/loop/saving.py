@@ -11,11 +11,12 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from zeroshard.checkpoint import BEST, BackgroundSaver, Keep, Saved, is_complete, latest, name_best, step_name
+from zeroshard.checkpoint import BEST, BackgroundSaver, Saved, is_complete, latest, name_best, step_name
 from zeroshard.checkpoint.folder import identity, keep_identity
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.outer_steps import guards_of_replicas
+from zeroshard.train.loop.retention import Retention
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
@@ -35,10 +36,10 @@ class Saving:
 
     def __init__(self, run: Run, alive: Alive = lambda patience_s: None) -> None:
         self._run, self._folder, self._alive = run, checkpoint_folder(run.folder), alive
-        schedule = run.schedule
+        schedule, first = run.schedule, run.strategy.comm.rank == 0
+        self._retention = Retention(self._folder, schedule.keep_checkpoints, schedule.keep_every) if first else None
         self._saver = BackgroundSaver(
             run.strategy.comm,
-            Keep(schedule.keep_checkpoints, schedule.keep_every),
             background=schedule.checkpoint_async,
             before_commit=self._claim,
             in_place=True,
@@ -47,7 +48,7 @@ class Saving:
         self._hook = run.strategy.optimizer.register_step_pre_hook(lambda *_: self.settle())
         if run.local_steps is not None:
             run.local_steps.before_change = self.settle
-        self._run_id = identity(self._folder) if run.strategy.comm.rank == 0 else ""
+        self._run_id = identity(self._folder) if first else ""
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
@@ -56,10 +57,16 @@ class Saving:
         """Tell the watchdog that a step or part of a save is done; it allows more time while a save is in flight."""
         self._alive(PATIENCE_S if self._saver.pending else 0.0)
 
-    def begin(self, step: int) -> None:
-        """Start to save the state after ``step`` steps; waits for an earlier save first."""
+    def begin(self, step: int, *, proven: bool = False) -> None:
+        """Start to save the state after ``step`` steps; waits for an earlier save first.
+
+        ``proven``: whether an evaluation of its weights had a finite loss.
+        """
         run = self._run
         self._alive(PATIENCE_S)
+        if self._retention is not None:
+            self._retention.wait()  # a disk that has room for one checkpoint more need not have it for two
+            self._retention.began(step, proven=proven, skipping=run.guard.is_skipping)
         extra = {
             "run": self._run_id,
             "config": run.config or {},
@@ -85,15 +92,25 @@ class Saving:
         """Copy what the current save has not read yet; must be called before weights or their average change."""
         self._saver.settle()
 
-    def poll(self) -> None:
-        """Report the current save if it has ended; call it between steps."""
+    def poll(self, *, taken: bool) -> None:
+        """Report the current save if it has ended; call it after each step, of which ``taken`` says if it was taken."""
         self._hear(self._saver.poll())
+        if taken and self._retention is not None:
+            self._retention.proved()
+
+    def sound(self) -> str:
+        """What to resume from after weights were ruined. On rank 0; not collective."""
+        newest = self._retention.newest_sound() if self._retention is not None else None
+        return f"--resume {newest}, the newest after which a loss was finite" if newest else "start anew"
 
     def finish(self, status: ExitStatus) -> ExitStatus:
         """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
         self._hear(self._saver.wait())
-        first = self._run.strategy.comm.rank == 0
+        self._alive(PATIENCE_S)
+        first = self._retention is not None
+        if self._retention is not None:
+            self._retention.finish(skipping=self._run.guard.is_skipping)
         # Rank 0 looks whether the newest checkpoint that this run wrote is gone.
         is_gone = first and self._num_complete > 0 and not is_complete(self._folder / step_name(self.saved_at))
         is_gone = bool(largest(self._run.strategy.comm, is_gone))
@@ -111,6 +128,8 @@ class Saving:
         """Stop the background writer; call it however the run ended."""
         self._hook.remove()
         self._saver.close()
+        if self._retention is not None:
+            self._retention.close()
 
     def _hear(self, saved: Saved | None) -> None:
         if saved is None:
@@ -125,8 +144,8 @@ class Saving:
         self.saved_at = saved.step
         self._name_best()
         self._num_complete += 1
-        if saved.warning:
-            self._say(f"warning: step {saved.step}: {saved.warning}")
+        if self._retention is not None:
+            self._retention.completed()
         num_bytes = None  # of all ranks
         if self._run.observers:
             with suppress(OSError):  # files cannot be read any more

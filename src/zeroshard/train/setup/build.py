@@ -259,8 +259,8 @@ def _resumed(run: Run, path: Path, config: TrainConfig, corpus: Corpus, comm: Co
     position = saved.get("position", {})
     corpus.restore_position(position.get("stream"), first_step)
     resume.say_start(comm, path, changes)
-    if config.resume != "auto":
-        first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(run.folder), first_step))
+    # Of `--resume auto` these are the ones that were passed over, which must not count as checkpoints that are kept.
+    first_rank_does(comm, partial(resume.leave_branch, checkpoint_folder(run.folder), first_step))
     first_token = position.get("tokens", first_step * run.tokens_per_step)
     return replace(run, first_step=first_step, first_token=first_token)
 
