@@ -139,7 +139,8 @@ def test_auto_takes_the_newest_good_one_and_says_what_it_passed_over(tiny_config
     assert lines[3] == "resume: lr was 0.001, now it is 0.002"
     assert lines[4] == "resume: the learning rate of step 5 would have been 0.00055, now it is 0.00105"
     assert "a step had 32 tokens, now it has 64" in lines[5]
-    assert len(lines) == 6
+    assert lines[6].endswith(f"later checkpoints in {folder} were set aside: step-00000006.aside")
+    assert len(lines) == 7
 
 
 def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_all_is_damaged(tiny_config):
@@ -193,7 +194,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_sets_the_later_ones_aside
     assert run_training(tiny_config(**back)) == 0
     assert checkpoint.latest(folder) == folder / "step-00000005"
     aside = ["step-00000006.aside", "step-00000008.aside"]
-    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", *aside]
+    assert sorted(path.name for path in folder.iterdir()) == ["run-id", "step-00000005", *aside]
     assert f"were set aside: {', '.join(aside)}" in capfd.readouterr().err
     seen = read_run(Path(config.out))
     assert [step.step for step in seen.steps] == [1, 2, 3, 4, 5]
