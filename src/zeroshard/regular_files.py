@@ -32,6 +32,7 @@ from typing import Any
 
 SETTINGS_BYTES = 16 << 20  # limit of files that people or their tools write: settings, model and data descriptions
 LOG_BYTES = 4 << 30  # limit of files that grow with a run: metrics
+_COPY_BYTES = 1 << 30  # limit of a file that is copied: of a tokenizer, or of text about a model
 _READ_BYTES = 1 << 20
 _MOST_DIGITS = 30  # most digits of an integer, with its sign
 _KINDS = {
@@ -132,9 +133,21 @@ def write_inside(folder: str | PathLike[str], name: str | PathLike[str], content
             os.close(descriptor)
 
 
+def copy_inside(source: Path, folder: Path, *, follow: bool = True) -> None:
+    """Copy a file into ``folder`` as `write_inside` does; ``follow``: whether ``source`` may be a symbolic link."""
+    write_inside(folder, source.name, read_bytes(source, _COPY_BYTES, follow=follow))
+
+
+def link_in(folder: Path, *, deep: bool = True) -> Path | None:
+    """The first symbolic link among ``folder`` and, if ``deep``, what lies directly in it; None if there is none."""
+    inner = sorted(folder.iterdir()) if deep and folder.is_dir() and not folder.is_symlink() else []
+    return next((path for path in (folder, *inner) if path.is_symlink()), None)
+
+
 @contextmanager
 def _entered(folder: str | PathLike[str], below: Path, *, make: bool) -> Generator[int]:
     """Yield a descriptor of the folder ``below`` in ``folder``, which is reached through no link below ``folder``."""
+    assert ".." not in below.parts, f"{below} leads out of {folder}"
     path, flags = Path(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     descriptor = os.open(path, flags)
     try:

@@ -90,7 +90,8 @@ class BackgroundSaver:
     Args:
         comm: the communicator of these ranks.
         background: False: `start` writes at once and without a copy, which saves memory and blocks the training loop.
-        before_commit: called on rank 0 just before the checkpoint is completed and renamed; an OSError fails the save.
+        require_folder: called on rank 0 before a checkpoint's folder is made, and before the checkpoint is completed
+            and renamed; an OSError fails the save.
         in_place: whether the writer may read CPU state in place until `settle`, and a GPU's stream may copy GPU state
             until then. Buffers are copied first all the same, because a forward changes them.
         on_progress: called on every rank whenever the ranks learn that one of them has made progress.
@@ -101,11 +102,11 @@ class BackgroundSaver:
         comm: Communicator,
         *,
         background: bool = True,
-        before_commit: Callable[[], None] = lambda: None,
+        require_folder: Callable[[], None] = lambda: None,
         in_place: bool = False,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._comm, self._background, self._before_commit = comm, background, before_commit
+        self._comm, self._background, self._require_folder = comm, background, require_folder
         self._in_place, self._on_progress = in_place, on_progress
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._host, self._streams = HostMemory(), ByDevice()
@@ -144,6 +145,7 @@ class BackgroundSaver:
         try:
             with agreement(comm, phase="making the folder"):
                 if comm.rank == 0:
+                    self._require_folder()
                     store.begin(path)
         except OSError as error:
             pending.saved = replace(pending.saved, error=str(error))
@@ -196,7 +198,7 @@ class BackgroundSaver:
                 pending.work = self._pool.submit(self._complete, pending) if comm.rank == 0 else None
                 return None
         self._pending = None
-        if pending.saved.error and comm.rank == 0:
+        if pending.saved.error and comm.rank == 0 and pending.work is not None:  # else nothing there is of this save
             api.give_up(pending.saved.path)
         return replace(pending.saved, total_s=perf_counter() - pending.began)
 
@@ -265,7 +267,7 @@ class BackgroundSaver:
         api.write_rank(folder, self._comm, shards, pending.advance, pending.copy_on_write.reading)
 
     def _complete(self, pending: _Pending) -> None:
-        self._before_commit()
+        self._require_folder()
         api.finish(pending.saved.path, pending.facts, pending.advance)
 
     def _is_writing(self, pending: _Pending) -> bool:

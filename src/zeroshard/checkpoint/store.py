@@ -28,6 +28,7 @@ import xxhash
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
+from zeroshard.regular_files import open_regular
 
 CHUNK_BYTES = 1 << 22
 FLUSH_BYTES = 1 << 30  # written bytes after which the file is flushed
@@ -85,7 +86,7 @@ def write_tensors(
     """
     head = _head(tensors)
     starts = _starts(len(head), tensors)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, follow=False)
     try:
         _write_at(descriptor, memoryview(head), 0)
         unflushed, lock = [0], Lock()
@@ -146,7 +147,8 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file and flush it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(open_regular(path, flags, follow=False), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -169,7 +171,7 @@ def commit(path: Path) -> None:
     """Rename the temporary folder to ``path``, replacing a checkpoint that is there."""
     target, aside = temporary(path), _aside(path)
     _flush_folder(target)
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(aside)
     target.rename(path)
     _flush_folder(path.parent)
@@ -178,7 +180,9 @@ def commit(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint's folder, its manifest first; do nothing if it does not exist."""
-    if path.exists():
+    if path.is_symlink():  # what it leads to is not ours
+        path.unlink()
+    elif path.exists():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
@@ -189,7 +193,7 @@ def remove_named(path: Path) -> None:
     It first gets the name of an unfinished save: if this process is killed meanwhile, what is left is deleted as such.
     """
     for folder in (_aside(path), path):
-        if folder.exists():
+        if os.path.lexists(folder):
             remove(temporary(path))
             folder.rename(temporary(path))
     remove(temporary(path))

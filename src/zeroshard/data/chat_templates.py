@@ -25,7 +25,7 @@ from zeroshard.data.special_tokens import (
     special_tokens_of,
 )
 from zeroshard.errors import UserError, shown
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import read_text, write_inside
 
 CHATML = "chatml"
 _CHATML_TEXT = (
@@ -156,10 +156,9 @@ def has_template(folder: Path) -> bool:
 
 def keep_template(folder: Path, template: ChatTemplate) -> None:
     """Write the template beside the tokenizer, where `find_template` looks for it."""
-    (folder / JINJA_FILE).write_text(template.text, encoding="utf-8")
+    write_inside(folder, JINJA_FILE, template.text)
     if template.special_tokens:
-        content = json.dumps(dict(template.special_tokens), indent=2)
-        (folder / TOKENS_FILE).write_text(content + "\n", encoding="utf-8")
+        write_inside(folder, TOKENS_FILE, json.dumps(dict(template.special_tokens), indent=2) + "\n")
 
 
 def own_template(folder: Path) -> tuple[str, str]:

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import read_text, write_inside
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"
@@ -113,7 +113,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
     facts = asdict(meta)
     if not meta.examples:
         del facts["examples"]
-    (folder / META_NAME).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    write_inside(folder, META_NAME, json.dumps(facts, indent=2) + "\n")
 
 
 def read_meta(folder: Path) -> DataMeta:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import read_text, write_inside
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENS_FILE = "special_tokens_map.json"
@@ -63,7 +63,7 @@ def write_special_tokens(folder: Path, eos_token: str | None, stop_ids: tuple[in
     ):
         if value:
             content = {**json_object(folder / file), key: value}
-            (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_inside(folder, file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def json_object(path: Path) -> Mapping[str, Any]:

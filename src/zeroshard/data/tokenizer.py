@@ -25,7 +25,7 @@ from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_f
 from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
 from zeroshard.data.tokens import check_sha256
 from zeroshard.errors import UserError, shown, unknown_name
-from zeroshard.regular_files import read_bytes, require_regular
+from zeroshard.regular_files import read_bytes, require_regular, write_inside
 
 if TYPE_CHECKING:
     import tokenizers
@@ -377,7 +377,7 @@ def write_tokenizer(folder: Path, tokenizer: BpeTokenizer) -> str:
     """Write `TOKENIZER_FILE` and its special tokens into ``folder``; return the sha256 of the former."""
     content = tokenizer.to_json().encode()
     tokenizer.keep_special_tokens(folder)  # first: where a tokenizer.json is, they are there too
-    (folder / TOKENIZER_FILE).write_bytes(content)
+    write_inside(folder, TOKENIZER_FILE, content)
     return hashlib.sha256(content).hexdigest()
 
 

@@ -38,6 +38,7 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.named_shards import ShardReader
+from zeroshard.regular_files import link_in
 from zeroshard.sizes import parse_size
 from zeroshard.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import ExportConfig
@@ -45,6 +46,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.assemble import lora_of, model_overrides
+from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
@@ -150,6 +152,10 @@ def _open(config: ExportConfig) -> _Source:
         if found is None:
             raise UserError("source", f"{run} has no complete checkpoint yet", "let it train up to one first")
         path = found
+    # what would be published may be a file of the user's own
+    link = next(filter(None, map(link_in, (tokenizer_folder(run), kept_folder(run)))), None)
+    if link is not None:
+        raise UserError("source", f"{link} is a symbolic link", "put what it leads to in its place, or remove it")
     manifest = checkpoint.read_manifest(path)
     if not isinstance(manifest.extra.get("config"), dict):
         raise UserError("source", f"{path} does not say which model it is", "export a checkpoint of `zeroshard train`")

@@ -16,7 +16,6 @@ itself if `transformers` stores it by itself.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -35,6 +34,7 @@ from zeroshard.models.adapters import ADAPTER, is_adapter
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import FilePart, file_layout
 from zeroshard.named_shards import ShardReader
+from zeroshard.regular_files import copy_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder
@@ -128,7 +128,7 @@ def copy_text_files(run: Path, out: Path, tokenizer: Tokenizer | None) -> bool:
         if read_tokenizer(file).to_json() != tokenizer.to_json():
             return False
     for path in kept.iterdir():
-        shutil.copyfile(path, out / path.name)
+        copy_inside(path, out, follow=False)
     write_template(tokenizer_folder(run), out)
     return True
 

@@ -7,13 +7,14 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.report.entries import ReportContents, gather
 from zeroshard.lab.report.figures import figures_of
-from zeroshard.lab.sweep.sweep import write_atomically
+from zeroshard.regular_files import write_inside
 
 NEEDED = ("matplotlib", "jinja2")  # packages of the extra `report`
 
@@ -48,13 +49,13 @@ def write_report(material: ReportContents, target: Path) -> tuple[Path, list[str
     from zeroshard.lab.report.png import draw
 
     figures, missing = figures_of(material)
-    folder = target / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
     names = [f"{figure.name}.png" for figure in figures]
     for figure, name in zip(figures, names, strict=True):
-        draw(figure, folder / name)
+        draw(figure, png := BytesIO())
+        write_inside(target, Path("figures", name), png.getvalue())
     page = target / "report.html"
-    write_atomically(page, render(material, figures, missing, environment_of(material)))
+    write_inside(target, page.name, render(material, figures, missing, environment_of(material)))
     return page, names
 
 

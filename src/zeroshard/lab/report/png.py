@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,8 +19,11 @@ _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cros
 PLOT_WIDTH, LETTER_WIDTH = 6.8, 0.085
 
 
-def draw(figure: Figure, path: Path) -> None:
-    """Draw ``figure`` and write it to ``path``. Math text is off, so that a ``$`` in a name is just a character."""
+def draw(figure: Figure, to: Path | BinaryIO) -> None:
+    """Draw ``figure`` and write the PNG ``to`` a path or file.
+
+    Math text is off, so that a ``$`` in a name is just a character.
+    """
     with rc_context({"text.parse_math": False, "hatch.linewidth": 0.8, "font.size": 10}):
         canvas = Canvas(figsize=(WIDTH, HEIGHT * max(figure.height, 0.7)), layout="constrained")
         FigureCanvasAgg(canvas)
@@ -39,7 +42,7 @@ def draw(figure: Figure, path: Path) -> None:
             longest = max(len(series.name) for series in named)
             columns = 1 if longest > 40 else 2 if longest > 20 else min(len(named), 4)
             canvas.legend(loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
-        canvas.savefig(path, dpi=DPI)
+        canvas.savefig(to, dpi=DPI, format="png")
 
 
 def _mark(axes: Any, series: Series) -> None:

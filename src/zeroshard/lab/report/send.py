@@ -9,6 +9,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.lab.sweep.results import SWEEP
+from zeroshard.regular_files import write_inside
 from zeroshard.train.config.sections import TRACKERS, TrackConfig
 from zeroshard.train.config.validate import by_dotted_name, nearest
 from zeroshard.train.records.trackers import make_tracker, require_trackers, values_of, values_of_eval
@@ -57,4 +58,4 @@ def _send(run: RunResult, to: str, name: str) -> None:
         losses |= {f"val_loss/{name}": loss for name, loss in each.named.items()}
         tracker.log(values_of_eval(losses), each.step)
     tracker.finish({name: value for name, value in run.summary.items() if isinstance(value, str | int | float)})
-    (run.folder / f"sent-to-{to}").touch()
+    write_inside(run.folder, f"sent-to-{to}", "")

@@ -32,7 +32,7 @@ from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.launch.start_ranks import start_child
-from zeroshard.regular_files import open_binary, open_regular
+from zeroshard.regular_files import open_binary, open_inside, open_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import flags_for_code
 from zeroshard.train.config.toml import all_settings
@@ -120,11 +120,12 @@ class Runner:
         if target.exists():
             shutil.rmtree(target)
         failure.unlink(missing_ok=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        at = target.parent.relative_to(self.folder)
         settings = target.with_name(f"{target.name}.toml")
-        write_atomically(settings, all_settings(config.model_copy(update={"out": str(target)})))
+        write_inside(self.folder, at / settings.name, all_settings(config.model_copy(update={"out": str(target)})))
         began = time.monotonic()
-        with open(target.with_name(f"{target.name}.log"), "ab", opener=open_regular) as log:
+        log_path, flags = target.with_name(f"{target.name}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_inside(self.folder, at / log_path.name, flags), "ab") as log:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
             start = log.tell()
@@ -134,9 +135,9 @@ class Runner:
             if not self.sweep.checkpoints:
                 shutil.rmtree(target / "checkpoints", ignore_errors=True)
             return ""
-        line = f"status {status}: {_last_words(Path(log.name), start)}"
+        line = f"status {status}: {_last_words(log_path, start)}"
         facts = {"status": status, "line": line, "seconds": time.monotonic() - began}
-        write_atomically(failure, json.dumps(facts) + "\n")
+        write_inside(self.folder, at / failure.name, json.dumps(facts) + "\n")
         return line
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
@@ -155,7 +156,7 @@ class Runner:
             for case in self._listed.values()
         ]
         facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
-        write_atomically(self.folder / SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
+        write_inside(self.folder, SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
 
 
 def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -> None:
@@ -166,13 +167,6 @@ def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -
         cases_are, they_stay = ("case is", "it stays") if len(others) == 1 else ("cases are", "they stay")
         what = f"{len(others)} finished {cases_are} of an earlier sweep and not of this one"
         board.print_line(f"{what}; {they_stay} in {folder / 'cases'}")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is never seen half written."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 @contextmanager

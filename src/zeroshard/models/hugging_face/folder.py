@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import copy_inside, folder_inside, read_text
 
 PREFIX = "hf:"
 CONFIG = "config.json"
@@ -89,9 +88,9 @@ def text_files(source: str) -> list[Path]:
 
 def copy_text_files(source: str, to: Path) -> None:
     """Copy `text_files` into the new folder ``to``."""
-    to.mkdir(exist_ok=True)
+    folder_inside(to.parent, to.name)
     for path in text_files(source):
-        shutil.copyfile(path, to / path.name)
+        copy_inside(path, to)
 
 
 def tokenizer_file(source: str) -> Path | None:

@@ -19,6 +19,7 @@ from zeroshard.comm import Communicator, buffer_bytes
 from zeroshard.parallel import Strategy
 from zeroshard.profiling.memory import COMM_BUFFERS, AllocationRecorder, in_order
 from zeroshard.profiling.trace import RankTrace
+from zeroshard.regular_files import folder_inside
 from zeroshard.train.config.sections import ProfileConfig
 
 PEAK_STEP = 1  # counted from 0: the first step in which the optimizer states exist from the start
@@ -43,7 +44,7 @@ class Measures:
     ) -> None:
         self.peak_bytes: int | None = None
         self._asked, self._strategy, self._comm, self._device = asked, strategy, comm, device
-        self._units, self._folder = list(units), folder / "trace"
+        self._units, self._folder = list(units), folder
         self._peak: dict[str, Any] = {}
         self._trace: RankTrace | None = None
         self._num_steps = 0
@@ -98,5 +99,6 @@ class Measures:
     def _end_trace(self) -> None:
         trace, self._trace = self._trace, None
         assert trace is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        trace.stop(self._folder / f"rank-{self._strategy.comm.rank:05}.json")
+        path = folder_inside(self._folder, "trace") / f"rank-{self._strategy.comm.rank:05}.json"
+        path.unlink(missing_ok=True)  # torch would write through a link
+        trace.stop(path)

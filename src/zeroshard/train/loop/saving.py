@@ -15,6 +15,7 @@ from zeroshard.checkpoint import BEST, BackgroundSaver, Saved, is_complete, late
 from zeroshard.checkpoint.folder import identity, keep_identity
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
+from zeroshard.regular_files import folder_inside
 from zeroshard.train.loop.outer_steps import guards_of_replicas
 from zeroshard.train.loop.retention import Retention
 from zeroshard.train.loop.run import Run
@@ -41,7 +42,7 @@ class Saving:
         self._saver = BackgroundSaver(
             run.strategy.comm,
             background=schedule.checkpoint_async,
-            before_commit=self._claim,
+            require_folder=self._require_folder,
             in_place=True,
             on_progress=self.alive,
         )
@@ -84,8 +85,9 @@ class Saving:
         self._wanted_at = step
         self.alive()
 
-    def _claim(self) -> None:
+    def _require_folder(self) -> None:
         self._run.require_folder()
+        folder_inside(self._run.folder, self._folder.name)
         keep_identity(self._folder, self._run_id)
 
     def settle(self) -> None:

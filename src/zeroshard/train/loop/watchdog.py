@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from zeroshard.comm.base import PeerError
-from zeroshard.regular_files import open_regular
+from zeroshard.regular_files import open_inside
 
 LOOKS_PER_LIMIT = 20  # checks per limit_s
 TIME_TO_DUMP_S = 2.0  # from the limit to the end of the process, so that every rank has time to write its stacks
@@ -47,7 +47,7 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, rank: int, limit_s: float, on_hang: Callable[[str, bool], None]) -> None:
-        self._path = folder / "stacks" / f"rank-{rank:05d}.txt"
+        self._folder, self._path = folder, folder / "stacks" / f"rank-{rank:05d}.txt"
         self._rank, self._limit_s, self._on_hang = rank, limit_s, on_hang
         self._alive: tuple[float, float] | None = None  # (time of the last progress, seconds allowed until the next)
         self._closed = threading.Event()
@@ -55,8 +55,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         if self._limit_s:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "w", encoding="utf-8", opener=open_regular)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            self._file = os.fdopen(open_inside(self._folder, self._path.relative_to(self._folder), flags), "w")
             self._thread.start()
         return self
 

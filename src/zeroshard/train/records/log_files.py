@@ -32,11 +32,15 @@ class LogFiles:
     Args:
         folder: the run folder.
         clock: returns the time of day, which each line then has as ``time``; None: lines have no time.
+        require_folder: raises OSError once the folder is another run's, whose summary is then left alone.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], str] | None = None, require_folder: Callable[[], None] = lambda: None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._summary, self._clock = folder / METRICS, folder / SUMMARY, clock
+        self._require_folder = require_folder
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         self._file = FileIO(open_inside(folder, METRICS, flags), "ab")
         # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
@@ -75,9 +79,10 @@ class LogFiles:
         exposed = {label: seconds / (self._num_steps - 1) for label, seconds in largest_first}
         text = json.dumps(finite_or_null({**summary, "exposed_s_per_step": exposed}), indent=2, allow_nan=False) + "\n"
         try:
+            self._require_folder()
             write_inside(self._summary.parent, SUMMARY, text)
         except OSError as error:
-            warn(f"{self._summary} cannot be written ({error.strerror})")
+            warn(f"{self._summary} cannot be written ({error.strerror or error})")
 
     def close(self) -> None:
         """Close the file."""

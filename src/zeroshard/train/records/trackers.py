@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.wrappers.exposed import by_kind
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import read_text
+from zeroshard.regular_files import folder_inside, read_text, write_inside
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
@@ -45,13 +45,13 @@ class TensorBoardTracker:
     """Writes event files into ``FOLDER/tensorboard`` with torch's own writer; a resumed run adds a file."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._writer = folder / "tensorboard", None
+        self._folder, self._writer = folder, None
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Open the event file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder))
+        self._writer = SummaryWriter(str(folder_inside(self._folder, "tensorboard")))
         self._writer.add_text("config", "\n".join(f"    {key} = {value}" for key, value in facts.items()))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -80,6 +80,7 @@ class WandbTracker:
     def start(self, facts: Mapping[str, Any]) -> None:
         """Open the run."""
         wandb: Any = importlib.import_module("wandb")
+        folder_inside(self._folder, "wandb")  # where it writes
         self._run = wandb.init(
             project=self._config.project,
             name=self._config.name or self._folder.name,
@@ -250,7 +251,8 @@ def forget_run(folder: Path) -> None:
 
 def _run_id(folder: Path) -> str:
     """The id of the run at its trackers, kept in the run folder, so that a resumed run is the same run there."""
-    kept = folder / _RUN_ID
-    if not kept.exists():
-        kept.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return read_text(kept)
+    try:
+        return read_text(folder / _RUN_ID, follow=False)
+    except FileNotFoundError:
+        write_inside(folder, _RUN_ID, made := uuid.uuid4().hex[:12])
+        return made

@@ -26,7 +26,7 @@ from zeroshard.comm.registry import name_of
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
-from zeroshard.regular_files import json_of, read_text
+from zeroshard.regular_files import json_of, read_text, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links
@@ -37,6 +37,7 @@ from zeroshard.zero import STAGES
 HIGHEST_STAGE = 3
 HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 GIB = 2**30
+_STAGE_FILE = "auto-stage.json"
 # the trainer's optimizers that plans know, by their names there
 PLANNED = {"adamw": "AdamW", "adamw8bit": "AdamW8bit", "flash-adamw": "FlashAdamW"}
 
@@ -93,10 +94,10 @@ def lowest_stage(chosen: tuple[int, str], comm: Communicator, folder: Path, *, r
     ``auto-stage.json``.
     """
     stage, why = chosen
-    if resuming and _stage_file(folder).exists():
-        path = _stage_file(folder)
+    path = folder / _STAGE_FILE
+    if resuming and path.exists():
         try:
-            left = json_of(read_text(path))
+            left = json_of(read_text(path, follow=False))
             left_stage, left_why = int(left["stage"]), str(left["why"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError("strategy", f"{path} cannot be read ({error})", "delete it, or name a stage") from None
@@ -115,14 +116,8 @@ def move_up(config: TrainConfig, stage: int, rank: int, world_size: int) -> str:
     if config.strategy != "auto" or stage >= HIGHEST_STAGE or world_size == 1:
         return ""
     why = f"rank {rank} ran out of memory at zero{stage}"
-    unfinished = _stage_file(Path(config.out)).with_suffix(f".{rank}")  # several ranks may write at the same time
-    unfinished.write_text(json.dumps({"stage": stage + 1, "why": why}), encoding="utf-8")
-    unfinished.replace(_stage_file(Path(config.out)))
+    write_inside(config.out, _STAGE_FILE, json.dumps({"stage": stage + 1, "why": why}))
     return f"{why}; zero{stage + 1} is next"
-
-
-def _stage_file(folder: Path) -> Path:
-    return folder / "auto-stage.json"
 
 
 def contract_of(

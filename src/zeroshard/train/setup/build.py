@@ -238,7 +238,7 @@ def _with_records(
     observers: list[Observer] = []  # filled on rank 0 alone
 
     def observe() -> None:
-        observers.append(LogFiles(run.folder, now))
+        observers.append(LogFiles(run.folder, now, run.require_folder))
         next_is = next_command(config, run.folder)
         observers.append(ConsoleRecorder(config.max_steps, config.log_interval, next_command=next_is))
         observers.extend(trackers(config.track, run.folder, config.model_dump(mode="json")))

@@ -25,6 +25,7 @@ from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError, warn
+from zeroshard.regular_files import copy_inside, folder_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Corpus
 from zeroshard.train.setup.agree import agree_on
@@ -164,10 +165,10 @@ def data_facts(meta: DataMeta) -> dict[str, object]:
 
 def _copy_tokenizer(tokens_folder: Path, kept: Path, tokenizer: str) -> None:
     """Copy the tokenizer of prepared tokens into the run's folder ``kept``, and the chat template if it has one."""
-    kept.mkdir(exist_ok=True)
+    folder_inside(kept.parent, kept.name)
     for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES):
         if (tokens_folder / name).exists():
-            shutil.copyfile(tokens_folder / name, kept / name)
+            copy_inside(tokens_folder / name, kept)
     is_named = tokenizer.startswith("json:") and has_template(Path(tokenizer.removeprefix("json:")).parent)
     if is_named and not has_template(kept):  # plain text is prepared without a template
         keep_template(kept, find_template("", tokenizer))

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from zeroshard import checkpoint
 from zeroshard.errors import UserError
-from zeroshard.regular_files import require_regular
+from zeroshard.regular_files import link_in, require_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.run import Corpus
-from zeroshard.train.setup.hugging_face import keep_text_files
+from zeroshard.train.setup.hugging_face import keep_text_files, kept_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.lock import RunLock, was_locked
 
@@ -23,6 +23,7 @@ ANOTHER_FOLDER_HELPS = {
 }
 
 _WRITTEN = ("config.toml", "metrics.jsonl", "summary.json")  # files that a run writes over
+_ALSO_OPENED = ("tracker-id", "auto-stage.json", "stacks", "trace", "tensorboard", "offload")
 
 
 def tokenizer_folder(run_folder: Path) -> Path:
@@ -80,8 +81,23 @@ def _written(folder: Path) -> list[Path]:
     return [folder / name for name in _WRITTEN if (folder / name).exists()]
 
 
+def _require_no_links(folder: Path) -> None:
+    """Raise UserError if what a run opens in its folder is a link: [Note: Inside a folder] in `regular_files`.
+
+    Those who open it would raise too, each when its turn comes.
+    """
+    opened = [*(folder / name for name in (*_WRITTEN, *_ALSO_OPENED)), tokenizer_folder(folder), kept_folder(folder)]
+    links = [link_in(path) for path in opened]
+    # in these two are links of our own (`best`), and of W&B's
+    links += [link_in(path, deep=False) for path in (checkpoint_folder(folder), folder / "wandb")]
+    for link in filter(None, links):
+        what = f"{link} is a symbolic link, and a run opens nothing in its folder through one"
+        raise UserError("out", what, "remove it, choose another --out, or let the run's folder itself be a link")
+
+
 def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
     """Raise UserError if ``folder`` has files that this run may not write over."""
+    _require_no_links(folder)
     there = _written(folder)
     if there and not resuming:
         raise UserError("out", f"{folder} already holds a run", "choose another --out, or resume it with --resume auto")
@@ -99,6 +115,6 @@ def _require_usable(folder: Path, *, resuming: bool, is_run: bool) -> None:
 def describe_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
     """Write the configuration and tokenizer into the folder; `ClaimedFolder` then treats it as that of a run."""
     named = config.model_copy(update={"out": config.out})  # the run's place, even where its name was derived
-    (folder / "config.toml").write_text(dump_toml(named), encoding="utf-8")
+    write_inside(folder, "config.toml", dump_toml(named))
     corpus.keep_tokenizer(tokenizer_folder(folder))
     keep_text_files(config, folder)
