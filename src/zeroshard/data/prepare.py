@@ -58,7 +58,6 @@ from zeroshard.data.work_folder import (
     save_state,
     without_rules,
     work_folder,
-    write_whole,
 )
 from zeroshard.errors import UserError, warn
 from zeroshard.process import num_cpus
@@ -277,7 +276,7 @@ def tokenizer_of(name: str, texts: Iterable[str], work: Path) -> Tokenizer:
     tokenizer = make_tokenizer(name, _at_most(texts, TRAINING_BYTES))
     if isinstance(tokenizer, BpeTokenizer):
         tokenizer.keep_special_tokens(work)
-        write_whole(kept, tokenizer.to_json().encode())
+        write_inside(work, kept.name, tokenizer.to_json())
     return tokenizer
 
 

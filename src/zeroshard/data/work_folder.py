@@ -24,7 +24,7 @@ from typing import IO, Any
 from zeroshard.data.files import Fingerprint
 from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import json_of, open_regular, read_text
+from zeroshard.regular_files import json_of, open_regular, read_text, write_inside
 
 
 @dataclass
@@ -104,7 +104,7 @@ def work_folder(out: Path, plan: dict[str, Any], *, is_local: bool = True) -> Ge
         if begun and (changed := _differences(begun, plan)):
             what = f"{work} has unfinished work with other settings: {', '.join(changed)}"
             raise UserError("data.dir", what, "finish that, delete it, or name another folder by --data.dir")
-        write_whole(work / "plan.json", json.dumps(plan, indent=2, sort_keys=True).encode())
+        write_inside(work, "plan.json", json.dumps(plan, indent=2, sort_keys=True))
         try:
             yield work
         except UserError:
@@ -145,17 +145,7 @@ def read_state(work: Path) -> State:
 
 def save_state(work: Path, state: State) -> None:
     """Save the state; everything that it counts must be on the disk already."""
-    write_whole(work / "state.json", json.dumps(asdict(state)).encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is complete or absent, even if the machine stops."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    write_inside(work, "state.json", json.dumps(asdict(state)))
 
 
 def _locked(work: Path, out: Path) -> IO[str]:
