@@ -155,11 +155,12 @@ def test_the_last_good_checkpoint_stays_and_the_disk_may_become_free_again(confi
 def test_a_run_whose_last_save_fails_ends_in_status_five_names_what_is_there_and_exports_say_so(config, capsys):
     made = config(checkpoint_async=False)
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    assert _train(made, {3: lambda: _limit_files(16_000)}) == ExitStatus.STORAGE
+    status = _train(made, {3: lambda: _limit_files(16_000)})
+    _limit_files(soft)
+    assert status == ExitStatus.STORAGE
     (line,) = _said(capsys, "error: ")
     assert "checkpoints: the state of step 6 is lost ([Errno 27] File too large" in line
     assert "), the newest checkpoint there is step-00000002; free space" in line
-    _limit_files(soft)
     assert newest_checkpoint(Path(made.out) / "checkpoints").name == "step-00000002"
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"warning: {made.out} trained to step 6, whose state is lost: this is step 2"
