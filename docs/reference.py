@@ -63,7 +63,7 @@ def _train_page() -> str:
         "A list takes several words after its flag, and is a list in a file. "
         "An underscore may stand for a hyphen in a flag. "
         + " ".join(f"`--{table} NAME` stands for `--{table}.{key} NAME`." for table, key in SHORTHANDS.items())
-        + " `config.toml` in a run's folder holds every setting of that run: "
+        + " `config.toml` in a run's folder holds every setting of that run, secrets of addresses apart: "
         "first those that were given, then in a table `[resolved]` what all others were, by default or derived. "
         "A run that is started from that file takes the given ones.\n",
         "## Keys outside of tables\n",
@@ -89,7 +89,8 @@ def _commands_page() -> str:
         if name == "train":
             parts.append("Its settings have [a page of their own](train.md).\n")
         elif name == "prepare":
-            parts.append("Its settings are those of [`[data]`](train.md#data) of a training run.\n")
+            parts.append("Its settings are those of [`[data]`](train.md#data) of a training run, and\n")
+            parts.append(_settings(verb.config, skip=("data",)))
         elif name == "sweep":
             parts += [_table(("flag", "meaning"), ((f"`{flag}`", text) for flag, text in SWEEP_FLAGS))]
             parts += [_settings(SweepConfig, in_file=True, skip=("base", "axes"))]

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from enum import IntEnum
 
+from zeroshard.masked_addresses import masked
+
 # Errors of a full or broken disk; any other error with a path is about the path itself.
 _STORAGE_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 
@@ -33,12 +35,13 @@ class ExitStatus(IntEnum):
 class UserError(ValueError):
     """Invalid user input: the field (or argument), what is wrong with it, and what to do.
 
-    The command prints ``str(error)``, one line, after ``error: `` and exits with status 2.
+    The command prints ``str(error)``, one line, after ``error: `` and exits with status 2. Addresses in it lose their
+    secrets (`zeroshard.masked_addresses`).
     """
 
     def __init__(self, field: str, what: str, todo: str) -> None:
-        self.field, self.what, self.todo = field, what, todo
-        super().__init__(f"{field or repr(field)}: {what}; {todo}")
+        self.field, self.what, self.todo = map(masked, (field, what, todo))
+        super().__init__(f"{self.field or repr(field)}: {self.what}; {self.todo}")
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         return type(self), (self.field, self.what, self.todo)
@@ -46,7 +49,7 @@ class UserError(ValueError):
 
 def warn(line: str) -> None:
     """Print a one-line warning on stderr."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+    print(f"warning: {masked(line)}", file=sys.stderr, flush=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -85,7 +85,7 @@ def test_meta_tells_what_was_read(one_file, tmp_path):
     assert (meta.tokenizer, meta.vocab_size, meta.dtype) == ("bytes", 256, "uint16")
     assert sum(shard.num_tokens for shard in meta.splits["train"].shards) == meta.splits["train"].num_tokens
     assert len(meta.splits["train"].shards) == math.ceil(meta.splits["train"].num_tokens / 1000)
-    verify(folder)
+    assert verify(folder) == ()
 
 
 def test_files_give_the_same_bytes_for_any_number_of_processes(many_files, one_file, tmp_path, monkeypatch):

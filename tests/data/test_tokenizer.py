@@ -100,7 +100,7 @@ def test_a_prepared_folder_gives_its_tokenizer_back(tmp_path):
         assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("Ġ", "x", 1))
-    with pytest.raises(UserError, match=r"tokenizer\.json has sha256"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is damaged: it has sha256"):
         load_tokenizer(folder)
 
 

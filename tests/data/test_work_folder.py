@@ -66,7 +66,7 @@ def folder(tmp_path):
 
 def test_documents_keep_their_order_and_end_and_some_validate(folder, tmp_path, small_parts):
     out = prepare(DataSpec("text", (str(folder),), "bpe:280"), tmp_path / "out", num_workers=1)
-    verify(out)
+    assert verify(out) == ()
     tokenizer = load_tokenizer(out)
     everything = [text for number in range(4) for text in made.documents(400, seed=number)]
     splits = {}
@@ -194,7 +194,7 @@ def test_the_second_of_two_waits_for_the_first_and_takes_its_work(folder, tmp_pa
     second[0].join()
     assert second[1] == out
     assert [each.name for each in out.parent.iterdir()] == ["out"]
-    verify(out)
+    assert verify(out) == ()
 
 
 def test_what_is_in_the_way_is_not_replaced(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from base64 import b64encode
 from contextlib import contextmanager
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Site:
     """What is served: ``folder`` under ``/files/``, and each folder OWNER/NAME in it as a data set or model of the hub.
 
-    ``asked`` are the requests; ``fail_once`` paths are answered with 503 the first time.
+    ``asked`` are the requests; ``fail_once`` paths are answered with 503 the first time. ``token`` and ``password``, if
+    set, are needed: ``http://user:PASSWORD@...?token=TOKEN``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -22,6 +24,7 @@ class Site:
         self.address = ""
         self.asked: list[str] = []
         self.fail_once: set[str] = set()
+        self.token = self.password = ""
 
 
 @contextmanager
@@ -66,7 +69,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool, sent: str = ""):
         path = unquote(urlsplit(self.path).path)
         self.site.asked.append(f"{self.command} {path}")
-        if path in self.site.fail_once:
+        name = b64encode(f"user:{self.site.password}".encode()).decode()
+        knows = self.headers.get("Authorization") == f"Basic {name}" and self.path.endswith(f"?token={self.site.token}")
+        if self.site.token and not knows:
+            self._send(401, b"{}", body)
+        elif path in self.site.fail_once:
             self.site.fail_once.remove(path)
             self._send(503, b"not now", body)
         elif path.startswith("/files/"):

@@ -21,6 +21,7 @@ from pathlib import Path
 from zeroshard.data.files import is_address, suffix_of
 from zeroshard.data.tables import TABLE_SUFFIXES, is_table
 from zeroshard.errors import UserError
+from zeroshard.masked_addresses import is_masked
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 _COLUMNS = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx")
@@ -93,6 +94,11 @@ def walk(folder: Path, *, skipped: frozenset[str] = frozenset(), follow: bool = 
 
 def _named_by(path: str, suffix: str, left_out: list[str]) -> Iterator[str]:
     if is_address(path):
+        if is_masked(path):
+            todo = "give the address again, by --data.path or --data.val-path"
+            raise UserError("data.path", f"{path} lacks its secrets, which are never saved", todo)
+        if any(map(str.isspace, path)):
+            raise UserError("data.path", "an address has a space in it", "write it as %20")
         if not is_table(path):
             todo = "download other files first"
             raise UserError("data.path", f"{path} is none of {', '.join(TABLE_SUFFIXES)}", todo)

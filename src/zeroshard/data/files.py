@@ -7,6 +7,7 @@ message.
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
 import threading
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from zeroshard import regular_files
 from zeroshard.errors import UserError
@@ -62,9 +63,24 @@ def is_address(path: str) -> bool:
     return "://" in path
 
 
+def name_of(path: str) -> str:
+    """Return the file's name, without the query (``?...``) of an address; raise UserError if it is no address."""
+    return Path(_parts(path).path if is_address(path) else path).name
+
+
+def _parts(address: str) -> SplitResult:
+    try:
+        parts = urlsplit(address)
+        _ = parts.port  # which raises where there is no number
+    except ValueError:  # its message may have a part of the password
+        todo = "check it; in a name or password write /, ?, # and @ as %2F, %3F, %23 and %40"
+        raise UserError("data.path", f"{address} is no address", todo) from None
+    return parts
+
+
 def suffix_of(path: str) -> str:
     """Return the last suffix in lower case, without the query (``?...``) of an address."""
-    return Path(urlsplit(path).path if is_address(path) else path).suffix.lower()
+    return Path(name_of(path)).suffix.lower()
 
 
 def open_binary(path: str, *, whole_ranges: bool = False) -> BinaryIO:
@@ -129,13 +145,17 @@ def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> N
 
     def ask() -> None:
         """Ask for the address; an answer that says that asking so is not allowed is one, too."""
-        headers = dict(_HEADERS)
+        parts, headers = _parts(address), dict(_HEADERS)
+        name, separator, host = parts.netloc.rpartition("@")
+        if separator:  # urllib would take name and password for a part of the host's name
+            headers["Authorization"] = f"Basic {base64.b64encode(unquote(name).encode()).decode()}"
         if find_spec("huggingface_hub") is not None:
             from huggingface_hub import constants, get_token
 
             if address.startswith(constants.ENDPOINT + "/") and (token := get_token()):
                 headers["Authorization"] = f"Bearer {token}"  # for the hub alone
-        request = urllib.request.Request(address, method="HEAD", headers=headers)
+        bare = parts._replace(netloc=host, fragment="").geturl()
+        request = urllib.request.Request(bare, method="HEAD", headers=headers)
         try:
             urllib.request.urlopen(request, timeout=timeout_s).close()
         except urllib.error.HTTPError as error:

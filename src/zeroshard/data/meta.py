@@ -2,11 +2,13 @@
 
     DIR/meta.json                 this description
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
-    DIR/val/tokens-00000.bin
+    DIR/train/blocks.bin          a checksum of each block of these, see `zeroshard.data.block_checksums`
+    DIR/val/tokens-00000.bin, blocks.bin
     DIR/tokenizer.json            only if the tokenizer was trained on this source, or was read from a file
         DIR/train/counts.bin, ends.bin, DIR/chat_template.jinja   of examples, see `zeroshard.data.examples`
 
-The folder appears under its name in one rename, `meta.json` included, so a folder that has one is complete.
+The folder appears under its name in one rename, `meta.json` included, so a folder that has one is complete. `meta.json`
+has a sha256 of every other file and of itself, so that no change of a folder goes unnoticed.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text, write_inside
+from zeroshard.errors import UserError, shown
+from zeroshard.masked_addresses import masked
+from zeroshard.regular_files import open_binary, read_text, write_inside
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"
+TOKENIZER_FILE, BLOCKS, COUNTS, ENDS = "tokenizer.json", "blocks.bin", "counts.bin", "ends.bin"
 SPLITS = ("train", "val")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _KNOWN = ConfigDict(extra="forbid")  # refuse undeclared fields
@@ -79,8 +83,10 @@ class DataMeta:
 
     ``spec`` contains the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is reused only
     for the same choices. ``tokenizer_sha256`` is the hash of ``tokenizer.json``, or empty if there is none. ``eos_id``
-    ends each document; it is None if no id does. ``examples`` is set if the
-    splits contain fine-tuning examples instead of plain text.
+    ends each document; it is None if no id does. ``examples`` is set if the splits contain fine-tuning examples instead
+    of plain text. ``block_bytes`` is the size of a block of tokens that has a checksum; 0 if none has (folders of
+    earlier versions). ``files`` has the sha256 of each file that is no token file, by its path under the folder;
+    `write_meta` fills it in.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
@@ -94,6 +100,18 @@ class DataMeta:
     eos_id: Count | None = None
     format_version: int = FORMAT_VERSION
     examples: Mapping[str, ExamplesMeta] = field(default_factory=dict)
+    block_bytes: Count = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The sha256 of each file that is no token file, by its path under the folder; of earlier versions too."""
+        found = dict(self.files)
+        if self.tokenizer_sha256:
+            found[TOKENIZER_FILE] = self.tokenizer_sha256
+        for name, each in self.examples.items():
+            found |= {f"{name}/{COUNTS}": each.counts_sha256, f"{name}/{ENDS}": each.ends_sha256}
+        return found
 
     @property
     def tokens_sha256(self) -> str:
@@ -109,18 +127,35 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
-    """Write ``meta.json`` into ``folder``."""
-    facts = asdict(meta)
-    if not meta.examples:
-        del facts["examples"]
-    write_inside(folder, META_NAME, json.dumps(facts, indent=2) + "\n")
+    """Write ``meta.json`` into ``folder``, with checksums of the other files there and of itself."""
+    tokens = {shard.file for split in meta.splits.values() for shard in split.shards}
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {name: sha256_of(path) for name, path in paths.items() if name not in {META_NAME, *tokens}}
+    source = replace(meta.source, description=masked(meta.source.description))
+    facts = asdict(replace(meta, files=files, source=source))
+    for name in ("examples", "block_bytes", "files"):
+        if not facts[name]:
+            del facts[name]
+    text = json.dumps({**facts, "sha256": _sha256_of_facts(facts)}, indent=2)
+    write_inside(folder, META_NAME, text + "\n")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's content, in hexadecimal."""
+    with open_binary(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_facts(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(folder: Path) -> DataMeta:
     """Read ``meta.json`` of a prepared folder.
 
     Raises:
-        UserError: there is no folder or no ``meta.json``, or it is damaged or of another version.
+        UserError: there is no folder or no ``meta.json``, or it is damaged, of another version, or names a file outside
+            of the folder.
     """
     path = Path(folder) / META_NAME
     try:
@@ -136,7 +171,12 @@ def read_meta(folder: Path) -> DataMeta:
     if version != FORMAT_VERSION:
         raise _damaged(path, f"format version {version!r} where {FORMAT_VERSION} is read")
     try:
+        own = found.pop("sha256", None)  # that earlier versions did not write
+        if own is not None and own != _sha256_of_facts(found):
+            raise _damaged(path, "it does not match its own checksum")
         meta = _META.validate_python(found, strict=False)
+    except RecursionError:
+        raise _damaged(path, "it is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -147,7 +187,16 @@ def read_meta(folder: Path) -> DataMeta:
         or (meta.examples and set(meta.examples) != set(SPLITS))
     ):
         raise _damaged(path, f"unexpected dtype {meta.dtype!r} or splits {sorted(meta.splits)}")
+    names = (*meta.files, *(shard.file for split in meta.splits.values() for shard in split.shards))
+    if outside := [name for name in names if not _is_within(name)]:
+        raise _damaged(path, f"it names {shown(outside[0])}, which is no file of the folder")
     return meta
+
+
+def _is_within(name: str) -> bool:
+    """Whether a name is a plain path below the folder: joined with the folder it leads nowhere else."""
+    parts = PurePosixPath(name).parts
+    return name == "/".join(parts) and bool(parts) and ".." not in parts and "\0" not in name
 
 
 _META = TypeAdapter(DataMeta)

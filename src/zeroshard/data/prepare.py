@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from zeroshard.data.bins import TokenBins
+from zeroshard.data.block_checksums import BLOCK_BYTES
 from zeroshard.data.encode import Encoder, Task, tasks_of, train_texts
 from zeroshard.data.examples.prepare import write_examples
 from zeroshard.data.files import Fingerprint, is_address
@@ -215,6 +216,7 @@ def _write(source: Source, job: _Job) -> DataMeta:
         dtype_for(written.vocab_size),
         written.splits,
         eos_id=eos_id_of(name) if tokenizer is None else tokenizer.eos_id,
+        block_bytes=BLOCK_BYTES,
     )
 
 

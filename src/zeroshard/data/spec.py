@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.data.chat_templates import find_template
+from zeroshard.data.files import name_of
 from zeroshard.data.sources import check_source
 from zeroshard.data.tokenizer import check_tokenizer, tokenizer_identity
 from zeroshard.errors import UserError
+from zeroshard.masked_addresses import masked
 
 FORMATS = ("text", "chat", "prompt")
 
@@ -95,15 +97,15 @@ def data_dir(spec: DataSpec, root: Path | str = "data") -> Path:
     """Return the default folder for a spec, such as ``data/python-stdlib-bytes``.
 
     The name ends with 8 digits of a hash if the spec names the user's files or differs from the defaults, so that
-    different specs have different folders.
+    different specs have different folders; secrets in addresses do not matter.
     """
     parts = [spec.source]
     if spec.paths:
-        parts.append(Path(spec.paths[0]).stem)
+        parts.append(Path(name_of(spec.paths[0])).stem)
     if spec.source != "synthetic":
         parts.append(tokenizer_identity(spec.tokenizer))
     defaults = DataSpec(spec.source, spec.paths, spec.tokenizer)
     if spec.paths or spec.identity() != defaults.identity():
-        choices = [spec.identity(), [os.path.abspath(Path(path).expanduser()) for path in spec.paths]]
+        choices = [spec.identity(), [os.path.abspath(Path(masked(path)).expanduser()) for path in spec.paths]]
         parts.append(hashlib.sha256(json.dumps(choices, sort_keys=True).encode()).hexdigest()[:8])
     return Path(root) / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))

@@ -18,11 +18,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
-from zeroshard.data.files import FileFacts, Fingerprint, is_address, open_binary, patiently, require_package, suffix_of
+from zeroshard.data.files import (
+    FileFacts,
+    Fingerprint,
+    is_address,
+    name_of,
+    open_binary,
+    patiently,
+    require_package,
+    suffix_of,
+)
 from zeroshard.errors import UserError
 from zeroshard.regular_files import json_of
 
@@ -53,8 +60,7 @@ class Part:
 
 def is_table(path: str) -> bool:
     """Whether a path names a file with one text per row."""
-    name = Path(path).name.lower().partition("?")[0] if is_address(path) else path.lower()
-    return name.endswith(TABLE_SUFFIXES)
+    return name_of(path).lower().endswith(TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -228,8 +234,7 @@ def is_list(path: str) -> bool:
                     return text.startswith(b"[")
         return False
 
-    name = urlsplit(path).path if is_address(path) else path
-    return name.lower().endswith((".json", ".json.gz", ".json.zst")) and patiently(ask, path, "try again")
+    return name_of(path).lower().endswith((".json", ".json.gz", ".json.zst")) and patiently(ask, path, "try again")
 
 
 class _Lines:
@@ -354,5 +359,5 @@ def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
 
 
 def corpus_identity(files: Sequence[FileFacts]) -> str:
-    """Return one string that identifies the content of files in order, whatever folder they are in."""
-    return "\n".join(f"{Path(file.path).name} {file.num_bytes} {file.identity}" for file in files)
+    """Return one string that identifies the content of files in order, whatever folder or address they have."""
+    return "\n".join(f"{name_of(file.path)} {file.num_bytes} {file.identity}" for file in files)

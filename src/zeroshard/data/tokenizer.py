@@ -21,9 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.files import within
-from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, read_meta, write_meta
+from zeroshard.data.meta import (
+    SPLITS,
+    TOKENIZER_FILE,
+    DataMeta,
+    SourceMeta,
+    SplitMeta,
+    dtype_for,
+    read_meta,
+    write_meta,
+)
 from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
-from zeroshard.data.tokens import check_sha256
+from zeroshard.data.tokens import check_texts
 from zeroshard.errors import UserError, shown, unknown_name
 from zeroshard.regular_files import read_bytes, require_regular, write_inside
 
@@ -40,7 +49,6 @@ TIKTOKEN = {
     "o200k_base": (200_019, 199_999),
 }
 TOKENIZERS = ("bytes", *TIKTOKEN, "bpe:N", "json:PATH")
-TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # its spelling where no file names it
 _MOST_PROBES = 100  # texts that are encoded to find the ids that a file puts around a text
@@ -334,9 +342,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     meta = read_meta(Path(folder))
     if meta.tokenizer == "none":
         raise UserError("data.dir", f"{folder} holds synthetic tokens, which are no text", "use a text source")
+    check_texts(Path(folder), meta)
     if meta.tokenizer_sha256:
         path = Path(folder) / TOKENIZER_FILE
-        check_sha256(path, meta.tokenizer_sha256)
         tokenizer = read_tokenizer(path, meta.tokenizer)
         end = None if meta.eos_id is None else tokenizer.token(meta.eos_id)
         if end is not None:

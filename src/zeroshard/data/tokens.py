@@ -15,12 +15,13 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from zeroshard.data.block_checksums import SUM, BlockSums, MappedBlocks, num_blocks
 from zeroshard.data.mapped_pages import MappedPages
-from zeroshard.data.meta import DTYPES, SPLITS, ShardMeta, SplitMeta, read_meta
-from zeroshard.errors import UserError
-from zeroshard.regular_files import open_binary
+from zeroshard.data.meta import BLOCKS, DTYPES, SPLITS, DataMeta, ShardMeta, SplitMeta, read_meta, sha256_of
+from zeroshard.errors import UserError, warn
 
 DEFAULT_SHARD_TOKENS = 100_000_000
+_READ_BYTES = 1 << 20
 
 
 class TokenDataset:
@@ -29,9 +30,17 @@ class TokenDataset:
     Args:
         shards: 1-D unsigned arrays of one dtype, in order; memory maps or plain arrays.
         vocab_size: ids are below it.
+        blocks: for each of them what checks its blocks when they are first read; empty: nothing is checked.
     """
 
-    def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]], vocab_size: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[NDArray[np.unsignedinteger]],
+        vocab_size: int,
+        blocks: Sequence[MappedBlocks] = (),
+    ) -> None:
+        assert len(blocks) in (0, len(shards))
+        self._blocks = [block for block, shard in zip(blocks, shards, strict=True) if shard.size] if blocks else []
         self._pages = [MappedPages(shard) for shard in shards if shard.size]
         # np.asarray drops the memmap subclass, which makes a Python call for every slice.
         self._shards = [np.asarray(shard) for shard in shards if shard.size] or [np.empty(0, np.uint16)]
@@ -40,23 +49,27 @@ class TokenDataset:
 
     @classmethod
     def open(cls, folder: Path | str, split: str = "train") -> TokenDataset:
-        """Map the files of one split of a prepared folder.
+        """Map the files of one split of a prepared folder; their blocks are checked when they are first read.
 
         Raises:
             UserError: the folder is not a prepared one, or a file is missing or has another size than ``meta.json``
-                gives; the message names the file.
+                gives, or the checksums of its blocks are damaged; the message names the file. Later, when tokens are
+                read: their block is damaged.
             ValueError: a split that is neither ``train`` nor ``val``.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-        meta = read_meta(Path(folder))
-        dtype = DTYPES[meta.dtype]
-        shards: list[NDArray[np.unsignedinteger]] = []
+        folder, meta = Path(folder), read_meta(Path(folder))
+        dtype, sums = DTYPES[meta.dtype], _sums_of(folder, meta, split)
+        shards, blocks = [], []
         for shard in meta.splits[split].shards:
-            path = Path(folder) / shard.file
+            path = folder / shard.file
             check_size(path, shard.num_tokens * dtype.itemsize)
             shards.append(np.memmap(path, dtype=dtype, mode="r"))
-        return cls(shards, meta.vocab_size)
+            if sums is not None:
+                own, sums = np.split(sums, [num_blocks(shards[-1].nbytes, meta.block_bytes)])
+                blocks.append(MappedBlocks(path, shards[-1], own, meta.block_bytes))
+        return cls(shards, meta.vocab_size, blocks)
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +86,7 @@ class TokenDataset:
         while done < length:
             offset = start + done - int(self._bounds[index])
             piece = self._shards[index][offset : offset + length - done]
+            self._check(index, np.array([offset]), piece.size)
             out[done : done + piece.size] = piece
             done, index = done + piece.size, index + 1
         return out
@@ -88,12 +102,14 @@ class TokenDataset:
             raise ValueError(f"a window of {length} tokens is outside [0, {self.num_tokens})")
         self.read_ahead(first, length)
         if len(self._shards) == 1:
+            self._check(0, first, length)
             return self._windows(0, length)[first]
         out = np.empty((first.size, length), self._shards[0].dtype)
         index = np.searchsorted(self._bounds, first, side="right") - 1
         crosses = first + length > self._bounds[index + 1]
         for shard in np.unique(index[~crosses]).tolist():
             inside = (index == shard) & ~crosses
+            self._check(shard, first[inside] - self._bounds[shard], length)
             out[inside] = self._windows(shard, length)[first[inside] - self._bounds[shard]]
         for row in np.flatnonzero(crosses).tolist():  # few, because shard boundaries are rare
             out[row] = self.window(int(first[row]), length)
@@ -107,6 +123,11 @@ class TokenDataset:
         for shard in set(index.tolist()):
             inside = index == shard  # only up to the shard's end: few windows continue in the next shard
             self._pages[shard].read_ahead((first[inside] - self._bounds[shard]) * itemsize, sizes[inside])
+
+    def _check(self, shard: int, starts: NDArray[np.int64], length: int) -> None:
+        """Raise UserError if a block that is now read for the first time is damaged."""
+        if self._blocks:
+            self._blocks[shard].check(starts, length)
 
     def _windows(self, shard: int, length: int) -> NDArray[np.unsignedinteger]:
         """Return every window of a shard as a view, [size - length + 1, length]; only indexing it copies anything."""
@@ -144,7 +165,8 @@ class TokenWriter:
         self._shards: list[ShardMeta] = []
         self._file = None
         self._room = 0  # tokens that still fit into the open file
-        self._hash = hashlib.sha256()
+        self._hash, self._blocks = hashlib.sha256(), BlockSums()  # of the open file
+        self._sums: list[int] = []  # of the blocks of all earlier files
         self.num_tokens = 0
         (folder / split).mkdir(parents=True, exist_ok=True)
         self._keep(num_tokens)
@@ -166,11 +188,12 @@ class TokenWriter:
         while ids.size:
             if self._file is None:
                 path = self._folder / self._shard_name()
-                self._file, self._room, self._hash = path.open("wb"), self._shard_tokens, hashlib.sha256()
+                self._file, self._room = path.open("wb"), self._shard_tokens
+                self._hash, self._blocks = hashlib.sha256(), BlockSums()
             piece, ids = ids[: self._room], ids[self._room :]
             data = piece.astype(self._dtype).tobytes()
             self._file.write(data)
-            self._hash.update(data)
+            self._add(data)
             self._room -= piece.size
             self.num_tokens += piece.size
             if self._room == 0:
@@ -182,9 +205,14 @@ class TokenWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
 
+    def _add(self, data: bytes) -> None:
+        self._hash.update(data)
+        self._blocks.update(data)
+
     def _keep(self, num_tokens: int) -> None:
         """Read and hash what an earlier process wrote, up to ``num_tokens``; truncate and delete what is beyond."""
         itemsize = self._dtype.itemsize
+        (self._folder / self._split / BLOCKS).unlink(missing_ok=True)
         for path in sorted((self._folder / self._split).iterdir()):
             kept = min(num_tokens - self.num_tokens, self._shard_tokens)
             if not kept:
@@ -194,8 +222,10 @@ class TokenWriter:
             else:
                 os.truncate(path, kept * itemsize)
                 self._file, self._room = path.open("ab"), self._shard_tokens - kept
+                self._hash, self._blocks = hashlib.sha256(), BlockSums()
                 with path.open("rb") as file:
-                    self._hash = hashlib.file_digest(file, "sha256")
+                    while data := file.read(_READ_BYTES):
+                        self._add(data)
                 self.num_tokens += kept
                 if self._room == 0:
                     self._close_shard()
@@ -207,9 +237,10 @@ class TokenWriter:
         return f"{self._split}/tokens-{len(self._shards):05d}.bin"
 
     def finish(self) -> SplitMeta:
-        """Close the last file and describe the split."""
+        """Close the last file, write the checksums of all blocks, and describe the split."""
         if self._file is not None:
             self._close_shard()
+        (self._folder / self._split / BLOCKS).write_bytes(np.array(self._sums, SUM).tobytes())
         return SplitMeta(self.num_tokens, tuple(self._shards))
 
     def _close_shard(self) -> None:
@@ -217,39 +248,68 @@ class TokenWriter:
         self.sync()
         self._file.close()
         self._file = None
+        self._sums += self._blocks.finish()
         self._shards.append(ShardMeta(self._shard_name(), self._shard_tokens - self._room, self._hash.hexdigest()))
 
 
-def verify(folder: Path | str) -> None:
-    """Read every file of a prepared folder and compare it with its sha256 in ``meta.json``.
+def verify(folder: Path | str) -> tuple[str, ...]:
+    """Read every file of a prepared folder, and compare it with what ``meta.json`` says.
+
+    Returns:
+        A line for each file that is missing, or has another size or content than was written; empty if there is none.
 
     Raises:
-        UserError: a file is missing, or has another size or content; the message names it.
+        UserError: the folder is not a prepared one, or its ``meta.json`` is damaged.
     """
-    meta = read_meta(Path(folder))
-    itemsize = DTYPES[meta.dtype].itemsize
-    for split in meta.splits.values():
-        for shard in split.shards:
-            check_size(Path(folder) / shard.file, shard.num_tokens * itemsize)
-            check_sha256(Path(folder) / shard.file, shard.sha256)
-    for name, examples in meta.examples.items():
-        check_sha256(Path(folder) / name / "counts.bin", examples.counts_sha256)
-        check_sha256(Path(folder) / name / "ends.bin", examples.ends_sha256)
-    if meta.tokenizer_sha256:
-        check_sha256(Path(folder) / "tokenizer.json", meta.tokenizer_sha256)
+    folder, meta = Path(folder), read_meta(Path(folder))
+    itemsize, found = DTYPES[meta.dtype].itemsize, []
+    tokens = {shard.file: shard for split in meta.splits.values() for shard in split.shards}
+    for name, wanted in {**{name: shard.sha256 for name, shard in tokens.items()}, **meta.checksums}.items():
+        try:
+            if name in tokens:
+                check_size(folder / name, tokens[name].num_tokens * itemsize)
+            check_sha256(folder / name, wanted)
+        except UserError as error:
+            found.append(error.what)
+    return tuple(found)
+
+
+def check_texts(folder: Path, meta: DataMeta) -> None:
+    """Check a prepared folder's tokenizer, chat template and other texts; a UserError names what is damaged."""
+    for name, wanted in meta.checksums.items():
+        if not name.endswith(".bin"):
+            check_sha256(folder / name, wanted)
+
+
+def warn_if_unchecked(folder: Path, meta: DataMeta) -> None:
+    """Print a warning for a folder of an earlier version, whose blocks have no checksums."""
+    if not meta.block_bytes:
+        what = f"{folder} was prepared by an earlier version: its tokens are not checked while they are read"
+        warn(f"{what}; `zeroshard prepare --data.dir {folder} --verify` checks them, preparing it anew helps for good")
+
+
+def _sums_of(folder: Path, meta: DataMeta, split: str) -> NDArray | None:
+    """Return the checksums of a split's blocks, those of all its files; None if an earlier version wrote none."""
+    if not meta.block_bytes:
+        return None
+    path, itemsize = folder / split / BLOCKS, DTYPES[meta.dtype].itemsize
+    shards = meta.splits[split].shards
+    count = sum(num_blocks(shard.num_tokens * itemsize, meta.block_bytes) for shard in shards)
+    check_size(path, count * SUM.itemsize)
+    check_sha256(path, meta.checksums.get(f"{split}/{BLOCKS}", ""))
+    return np.fromfile(path, SUM)
 
 
 def check_sha256(path: Path, wanted: str) -> None:
     """Check that a file of a prepared folder has its original content; else raise a UserError that names it."""
     try:
-        with open_binary(path) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(path)
     except FileNotFoundError:
         raise _broken(path, "is missing") from None
     except OSError as error:
         raise _broken(path, f"cannot be read ({error.strerror})") from None
     if found != wanted:
-        raise _broken(path, f"has sha256 {found[:12]}… where {wanted[:12]}… was written")
+        raise _broken(path, f"is damaged: it has sha256 {found[:12]}… where {wanted[:12]}… was written")
 
 
 def check_size(path: Path, wanted_bytes: int) -> None:

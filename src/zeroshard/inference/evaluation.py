@@ -24,6 +24,7 @@ from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
+from zeroshard.data.tokens import warn_if_unchecked
 from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
@@ -88,6 +89,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         trained = with_kept_tokenizer(trained, folder)
     tokens_folder = _tokens_folder(config, trained)
     meta = read_meta(tokens_folder)
+    if comm.rank == 0:
+        warn_if_unchecked(tokens_folder, meta)
     model, step, seq_len = _model(config, trained, comm, device)
     tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
     _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)

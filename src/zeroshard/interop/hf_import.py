@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.data.chat_templates import TEMPLATE_FILES
+from zeroshard.data.meta import read_meta, write_meta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop.nanogpt_weights import ImportedWeights, import_nanogpt, is_nanogpt, write_run
@@ -59,6 +60,7 @@ def run_import(config: ImportConfig) -> int:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, tokenizer_folder(draft) / name)
             tokenizer.keep_special_tokens(tokenizer_folder(draft))
+            write_meta(tokenizer_folder(draft), read_meta(tokenizer_folder(draft)))  # with checksums of these files
             data = DataConfig(source=UNNAMED, tokenizer=f"json:{tokenizer_folder(out) / TOKENIZER_FILE}")
         facts = {"model": model_table(model), "data": data, "seq_len": min(model.seq_len, _SEQ_LEN), "out": str(out)}
         write_run(draft, facts, weights, source)

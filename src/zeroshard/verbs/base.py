@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
 from zeroshard.flags import flags_of, read_flags
+from zeroshard.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
@@ -45,7 +46,7 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     """
     from zeroshard.launch import environment
 
-    line = shortened(" ".join(map(shortened, line.split())), LONGEST_LINE)
+    line = shortened(" ".join(map(shortened, masked(line).split())), LONGEST_LINE)
     line = printable(line)
     if environment.tell_launcher(line):
         return

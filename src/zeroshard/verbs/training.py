@@ -124,9 +124,11 @@ def _predict(job: Any) -> Any:
 
 
 def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
-    """Run `zeroshard prepare`: writes tokens to disk."""
-    from zeroshard.train.setup.prepare_data import run_prepare
+    """Run `zeroshard prepare`: writes tokens to disk, or checks those that are there."""
+    from zeroshard.train.setup.prepare_data import run_prepare, run_verify
 
+    if config.verify:
+        return run_verify(config.data)
     return written(config.data.dir or "data", lambda: run_prepare(config.data))
 
 

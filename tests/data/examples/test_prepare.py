@@ -39,7 +39,7 @@ def test_a_folder_holds_every_example_once(prepared):
     meta = read_meta(prepared)
     assert sum(each.num_examples for each in meta.examples.values()) == meta.source.num_documents == 200
     assert 5 < meta.examples["val"].num_examples < 40
-    verify(prepared)
+    assert verify(prepared) == ()
 
 
 def test_examples_validate_by_their_content(prepared, tmp_path):

@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from zeroshard.data.block_checksums import BLOCK_BYTES
 from zeroshard.data.chat_templates import ChatTemplate, find_template, keep_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.store import ExampleWriter
@@ -78,6 +79,7 @@ def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: in
         splits,
         eos_id=tokenizer.eos_id,
         examples=examples,
+        block_bytes=BLOCK_BYTES,
     )
 
 

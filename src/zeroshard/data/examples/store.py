@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.examples.encode import Encoded
-from zeroshard.data.meta import DataMeta, ExamplesMeta, read_meta
-from zeroshard.data.tokens import TokenDataset, TokenWriter, check_size
+from zeroshard.data.meta import COUNTS, ENDS, DataMeta, ExamplesMeta, read_meta
+from zeroshard.data.tokens import TokenDataset, TokenWriter, check_sha256, check_size
 from zeroshard.errors import UserError
 
-COUNTS, ENDS = "counts.bin", "ends.bin"
 _END = np.dtype("<i8")
 
 
@@ -76,7 +75,7 @@ class Examples:
         split: ``train`` or ``val``.
 
     Raises:
-        UserError: the folder contains plain text, or a file is missing or has another size than expected.
+        UserError: the folder contains plain text, or a file is missing or damaged; tokens are checked as they are read.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -87,6 +86,8 @@ class Examples:
         self.tokens = TokenDataset.open(folder, split)
         self.vocab_size = self.tokens.vocab_size
         num_examples = meta.examples[split].num_examples
+        for name in (ENDS, COUNTS):
+            check_sha256(folder / split / name, meta.checksums[f"{split}/{name}"])
         self.ends = _mapped(folder / split / ENDS, _END, num_examples)
         self.counts: NDArray[np.uint8] = _mapped(folder / split / COUNTS, np.dtype(np.uint8), self.tokens.num_tokens)
         if num_examples and int(self.ends[-1]) != self.tokens.num_tokens:

@@ -27,6 +27,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from zeroshard.errors import UserError
+from zeroshard.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config
@@ -144,7 +145,7 @@ def in_words(axes: Mapping[str, Any]) -> str:
     for name, value in axes.items():
         inner = " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, Mapping) else ""
         words.append(inner or f"{name} {'as in base' if value == {} else value}")
-    return "  ".join(words)
+    return masked("  ".join(words))
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:

@@ -32,8 +32,10 @@ from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
 from zeroshard.launch.start_ranks import start_child
+from zeroshard.masked_addresses import masked
 from zeroshard.regular_files import open_binary, open_inside, open_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.data_section import flags_for_secrets
 from zeroshard.train.config.named_code import flags_for_code
 from zeroshard.train.config.toml import all_settings
 
@@ -129,7 +131,8 @@ class Runner:
             log.write(f"# {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n".encode())
             log.flush()
             start = log.tell()
-            words = ["--config", str(settings), *flags_for_code(config)]  # code runs by flags alone
+            # code and secrets of addresses are passed on by flags alone
+            words = ["--config", str(settings), *flags_for_code(config), *flags_for_secrets(config.data)]
             status = self._wait(start_child([*self.command, *words], log))
         if status == ExitStatus.OK and read_run(target).state == "done":
             if not self.sweep.checkpoints:
@@ -156,7 +159,7 @@ class Runner:
             for case in self._listed.values()
         ]
         facts = {"format": SWEEP_FORMAT, **self.sweep.model_dump(mode="json"), "cases": entries}
-        write_inside(self.folder, SWEEP, json.dumps(facts, indent=1, default=str) + "\n")
+        write_inside(self.folder, SWEEP, masked(json.dumps(facts, indent=1, default=str)) + "\n")
 
 
 def _tell_of_others(folder: Path, cases: Sequence[Case], board: SweepProgress) -> None:

@@ -21,6 +21,10 @@ class PrepareConfig(Config):
     """Settings of `zeroshard prepare`: the same ``data`` table as in a training run."""
 
     data: DataConfig = DataConfig()
+    verify: bool = Field(
+        False,
+        description="Prepare nothing; read the prepared folder, and say what is damaged; status 3 if anything is.",
+    )
 
 
 class TrustConfig(Config):

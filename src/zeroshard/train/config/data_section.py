@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 from zeroshard.data.registry import SOURCES, is_hub_name
 from zeroshard.errors import UserError
+from zeroshard.masked_addresses import masked
 from zeroshard.train.config.sections import SHORTHANDS, Config, Count
 
 UNNAMED = "unnamed"  # the source of an imported run: the user has to name its data before training
@@ -65,6 +66,11 @@ class DataConfig(Config):
     @classmethod
     def _from_name(cls, raw: Any) -> Any:
         return _with_path({SHORTHANDS["data"]: raw} if isinstance(raw, str) else raw)
+
+    @field_serializer("path", "val_path")
+    def _without_secrets(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        """Whatever is made of these settings (config.toml, manifests, logs, trackers) has addresses without secrets."""
+        return tuple(map(masked, paths))
 
     @property
     def val_paths(self) -> dict[str, str]:
@@ -129,6 +135,13 @@ def _names_files(source: str) -> bool:
         return Path(source).expanduser().exists() or (glob.has_magic(source) and bool(glob.glob(source)))
     except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL byte, or of an unknown user's home
         return False
+
+
+def flags_for_secrets(data: DataConfig) -> list[str]:
+    """Return flags with the addresses that have secrets, for a child process: a file of settings has none."""
+    given = {"--data.path": data.path, "--data.val-path": data.val_path}
+    secret = {flag: paths for flag, paths in given.items() if any(masked(path) != path for path in paths)}
+    return [word for flag, paths in secret.items() for word in (flag, *paths)]
 
 
 def require_data(data: DataConfig) -> None:

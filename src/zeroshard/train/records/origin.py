@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import zeroshard
+from zeroshard.masked_addresses import masked
 from zeroshard.regular_files import read_text
 
 _PROGRAMS = ("zeroshard", "__main__.py")  # the command, and `python -m zeroshard`
@@ -20,10 +21,10 @@ def now() -> str:
 
 
 def origin() -> dict[str, str]:
-    """The command line, the host's name, zeroshard's version, and the commit; without a repository no commit."""
+    """The command line without secrets, the host's name, zeroshard's version, and the commit if there is one."""
     words = ["zeroshard", *sys.argv[1:]] if Path(sys.argv[0]).name in _PROGRAMS else sys.argv
     commit = commit_of(Path(zeroshard.__file__).resolve().parents[2], upwards=False) or commit_of(Path.cwd())
-    found = {"command": shlex.join(words), "host": socket.gethostname(), "version": zeroshard.__version__}
+    found = {"command": shlex.join(map(masked, words)), "host": socket.gethostname(), "version": zeroshard.__version__}
     return {**found, "commit": commit} if commit else found
 
 

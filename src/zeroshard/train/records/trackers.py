@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.wrappers.exposed import by_kind
 from zeroshard.errors import UserError, warn
+from zeroshard.masked_addresses import masked
 from zeroshard.regular_files import folder_inside, read_text, write_inside
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
@@ -81,6 +83,7 @@ class WandbTracker:
         """Open the run."""
         wandb: Any = importlib.import_module("wandb")
         folder_inside(self._folder, "wandb")  # where it writes
+        sys.argv[:] = map(masked, sys.argv)  # which wandb saves as the run's arguments
         self._run = wandb.init(
             project=self._config.project,
             name=self._config.name or self._folder.name,

@@ -18,12 +18,13 @@ from zeroshard.data.batches import require_rows
 from zeroshard.data.chat_templates import TEMPLATE_FILES, find_template, has_template, keep_template
 from zeroshard.data.examples.row_plan import ExampleRows, rows_of_folder
 from zeroshard.data.lanes import open_stream
-from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.meta import DataMeta, read_meta, write_meta
 from zeroshard.data.sources import SyntheticSize, has_columns, open_source
 from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
+from zeroshard.data.tokens import check_texts, warn_if_unchecked
 from zeroshard.errors import UserError, warn
 from zeroshard.regular_files import copy_inside, folder_inside
 from zeroshard.train.config.config import TrainConfig
@@ -49,6 +50,9 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     first_rank_does(comm, partial(prepare_data, data))
     meta = read_meta(folder)
     agree_on(comm, data_facts(meta))
+    check_texts(folder, meta)
+    if comm.rank == 0:
+        warn_if_unchecked(folder, meta)
     groups = comm.world_size // config.sequence_parallel
     batch = config.micro_batch_size * grad_accum_steps * groups  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
@@ -103,6 +107,8 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         data = data.model_copy(update={"dir": str(where)})
         first_rank_does(comm, partial(prepare_data, data))
         own = read_meta(where)
+        if comm.rank == 0:
+            warn_if_unchecked(where, own)
         agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
         rows = rows_of_folder(where, "train", config.seq_len, named=name, packed=data.packing)
         found[name] = EvalBatches(rows, size, most, **_ranks(config, comm))
@@ -166,9 +172,10 @@ def data_facts(meta: DataMeta) -> dict[str, object]:
 def _copy_tokenizer(tokens_folder: Path, kept: Path, tokenizer: str) -> None:
     """Copy the tokenizer of prepared tokens into the run's folder ``kept``, and the chat template if it has one."""
     folder_inside(kept.parent, kept.name)
-    for name in ("meta.json", TOKENIZER_FILE, *TEMPLATE_FILES):
+    for name in (TOKENIZER_FILE, *TEMPLATE_FILES):
         if (tokens_folder / name).exists():
             copy_inside(tokens_folder / name, kept)
     is_named = tokenizer.startswith("json:") and has_template(Path(tokenizer.removeprefix("json:")).parent)
     if is_named and not has_template(kept):  # plain text is prepared without a template
         keep_template(kept, find_template("", tokenizer))
+    write_meta(kept, read_meta(tokens_folder))

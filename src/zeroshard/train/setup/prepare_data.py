@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from zeroshard.data.meta import read_meta
+from zeroshard.columns import printable
+from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.data.prepare import Told, prepare
 from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
-from zeroshard.errors import ExitStatus
+from zeroshard.data.tokens import verify, warn_if_unchecked
+from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train.config.data_section import DataConfig, require_data
 
 LINE_S = 10.0  # seconds between progress lines
@@ -51,6 +53,29 @@ def run_prepare(data: DataConfig) -> int:
         of_each = meta.examples.items()
         each = [f"{of.num_examples:,} {name} ({of.num_counted:,} tokens count)" for name, of in of_each]
         print(f"examples: {', '.join(each)}")
+    return int(ExitStatus.OK)
+
+
+def run_verify(data: DataConfig) -> int:
+    """Compare every file of the folder of ``data`` with its checksum, print what is damaged; returns the exit status.
+
+    Raises:
+        UserError: there is no prepared folder.
+    """
+    folder = data_folder(data)
+    try:
+        damages, meta = verify(folder), read_meta(folder)
+    except UserError as error:
+        if not (folder / META_NAME).is_file():
+            raise
+        damages, meta = (error.what,), None
+    for line in damages:
+        print(printable(line))
+    if meta is None or damages:
+        return int(ExitStatus.CHECK_FAILED)
+    warn_if_unchecked(folder, meta)
+    num_tokens = sum(split.num_tokens for split in meta.splits.values())
+    print(f"{folder}: undamaged, {num_tokens:,} tokens")
     return int(ExitStatus.OK)
 
 
