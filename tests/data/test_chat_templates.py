@@ -1,10 +1,12 @@
 """Templates render as `transformers` renders them, in a sandbox, and say what the assistant writes."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 import chats
+from zeroshard.data import chat_templates
 from zeroshard.data.chat_templates import ChatTemplate, find_template
 from zeroshard.errors import UserError
 
@@ -36,16 +38,17 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(text, tmp_path):
     chats.write_tokenizer(tmp_path, text, bos_token="<s>")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = find_template("", f"json:{tmp_path}/tokenizer.json")
-    for row in chats.conversations(7):
-        for generate in (False, True):
-            options = {"tokenize": False, "add_generation_prompt": generate}
-            assert ours.render(row["messages"], "", add_generation_prompt=generate) == theirs.apply_chat_template(
-                row["messages"], **options
-            )
+    with ours.opened() as opened:
+        for row in chats.conversations(7):
+            for generate in (False, True):
+                options = {"tokenize": False, "add_generation_prompt": generate}
+                found = opened.render(row["messages"], "", add_generation_prompt=generate)
+                assert found == theirs.apply_chat_template(row["messages"], **options)
 
 
 def answers(template, messages):
-    text, spans = template.render_with_spans(messages, "row 1")
+    with template.opened() as opened:
+        ((text, spans),) = opened.render_with_spans([("row 1", messages)])
     assert "\ue000" not in text
     return [text[begin:end] for begin, end in spans]
 
@@ -73,6 +76,7 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
     ("text", "line"),
     [
         ("{% for x in %}", "is no template: line 1"),
+        ("{% for x in [1] %}" * 30 + "{% endfor %}" * 30, "is no template: too many statically nested blocks"),
         ("{{ raise_exception('no turns of the system') }}", "no turns of the system"),
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__ }}", "refuses"),
@@ -81,10 +85,58 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
     ],
 )
 def test_a_template_that_cannot_be_used_is_refused_in_a_line(text, line):
-    with pytest.raises(UserError, match=r"data\.template") as refused:
-        ChatTemplate(text, "mine.jinja").render_with_spans(TURNS, "row 1")
+    with (
+        pytest.raises(UserError, match=r"data\.template") as refused,
+        ChatTemplate(text, "mine.jinja").opened() as opened,
+    ):
+        list(opened.render_with_spans([("row 1", TURNS)]))
     assert line in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (LOOPS, "takes more than 1 s of computing for row 1; correct it, or give another"),
+        ("{{ 7 ** 70000000 }}", "takes more than 1 s of computing; correct it"),  # computed when it is compiled
+        ("{{ 'a' * 2000000000 }}", "takes more than 1,024 MiB of memory for row 1; correct it"),
+        ("{{ messages[0].content * 1000000000 }}", "takes more than 1,024 MiB of memory for row 1"),
+        ("{{ messages | tojson(indent=300000000) }}", "takes more than 1,024 MiB of memory for row 1"),
+        ("{{ messages[0].content.ljust(99000000) }}", "writes 99,000,000 characters, more than 67,108,864 for row 1"),
+    ],
+    ids=["loops", "compiling", "constants", "text", "indent", "long"],
+)
+def test_a_template_without_end_is_refused_in_a_line(text, line, monkeypatch):
+    monkeypatch.setattr(chat_templates, "SECONDS", 1)
+    with (
+        pytest.raises(UserError, match=r"^data\.template: mine\.jinja") as refused,
+        ChatTemplate(text, "mine.jinja").opened() as opened,
+    ):
+        opened.render(TURNS, "row 1")
+    assert line in str(refused.value)
+
+
+def test_a_template_goes_on_after_a_row_that_it_refuses():
+    with ChatTemplate("{{ messages[0].content * messages[1].content }}", "t").opened() as opened:
+        for times in (2_000_000_000, 40_000_000, "no number"):
+            with pytest.raises(UserError, match=r"of memory for row 1|80,000,000 characters|refuses the conversation"):
+                opened.render([{"content": "ab"}, {"content": times}], "row 1")
+        assert opened.render([{"content": "ab"}, {"content": 3}], "row 2") == "ababab"
+
+
+def test_of_many_conversations_the_one_is_named_that_is_refused():
+    rows = [(f"row {i}", [*TURNS[:1], {"role": "assistant", "content": "long " * 500}]) for i in range(300)]
+    rows[200][1][0] = {"role": "user", "content": 0}
+    with ChatTemplate("{{ 1 // messages[0].content | length }}" + CHATML, "t").opened() as opened:
+        for last, line in ((150, None), (300, "the conversation in row 200:"), (150, None)):
+            texts = []
+            with pytest.raises(UserError, match=line) if line else nullcontext():
+                texts.extend(text for text, _ in opened.render_with_spans(rows[:last]))
+            assert texts == [opened.render(messages, where) for where, messages in rows[: min(last, 200)]][: len(texts)]
+            assert 90 < len(texts) <= 200
 
 
 def test_a_template_lies_beside_its_tokenizer(tmp_path):

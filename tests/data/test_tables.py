@@ -1,8 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 
 import small_tables as made
+from web import serve
 from zeroshard.data import tables as module
-from zeroshard.data.tables import PartReader, count_documents, is_table
+from zeroshard.data.files import facts_of
+from zeroshard.data.tables import PartReader, Tables, count_documents, is_table
 from zeroshard.errors import UserError
 
 
@@ -68,3 +72,25 @@ def test_documents_are_counted_as_far_as_is_asked(tmp_path, small_parts, kind):
 def test_what_is_a_table_is_told_by_its_name():
     assert all(is_table(name) for name in ("a.parquet", "A.JSONL", "https://x/y.jsonl.zst?download=true"))
     assert not any(is_table(name) for name in ("a.txt", "parquet", "https://x/a.csv"))
+
+
+@pytest.mark.parametrize("kind", [*made.KINDS, "address"])
+def test_a_text_without_end_is_refused_and_not_read(tmp_path, small_parts, monkeypatch, kind):
+    """A line ends where it may be longest, wherever a part begins; what is compressed may be of any size."""
+    path = made.write_table(tmp_path / f"a.{'jsonl' if kind == 'address' else kind}", ["short", "long" * 3000, "next"])
+    monkeypatch.setattr(module, "LONGEST_TEXT", 9999)
+    with serve(tmp_path) if kind == "address" else nullcontext() as site:
+        name = str(path) if site is None else f"{site.address}/files/a.jsonl"
+        found = Tables((facts_of(name),))
+        line = r"row 2 of .* \(text has 12,000 characters, more|the line at byte 27 of .* has more than 9,999 bytes"
+        with pytest.raises(UserError, match=line):
+            made.read_all(found)
+        if kind != "parquet":  # a part that begins in the line begins after it
+            parts, reader = list(found.parts()), PartReader()
+            assert [text for part in parts[1:] for text in reader.texts(part)] == ["next"]
+            reader.close()
+    monkeypatch.setattr(module, "LONGEST_TEXT", 1 << 20)
+    monkeypatch.setattr(module, "_LIST_BYTES", 9)
+    (tmp_path / "list.json").write_text(' \n[{"text": "a"}]')
+    with pytest.raises(UserError, match=r"list\.json has more than 0 GiB in one list"):
+        made.read_all(made.tables_of(tmp_path / "list.json"))

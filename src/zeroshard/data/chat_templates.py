@@ -1,5 +1,7 @@
 """Chat templates: render a conversation as text, in Jinja2's sandbox, as `transformers` renders it.
 
+A template comes with a model, from anybody, so `template_worker` runs it in a process with bounds on time and memory.
+
 A model's own template lies beside its ``tokenizer.json``: ``chat_template.jinja``, or a key of
 ``tokenizer_config.json`` or of ``chat_template.json``. Beyond Jinja2 itself, templates may use the special tokens by
 name (``bos_token``), ``raise_exception``, ``{% break %}``, and ``{% generation %} ... {% endgeneration %}`` around the
@@ -11,12 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zeroshard.data import template_worker
 from zeroshard.data.special_tokens import (
     GENERATION_CONFIG,
     TOKENIZER_CONFIG,
@@ -24,6 +32,7 @@ from zeroshard.data.special_tokens import (
     json_object,
     special_tokens_of,
 )
+from zeroshard.data.template_worker import MEMORY_BYTES, MOST_CHARACTERS, Messages, Span, Task
 from zeroshard.errors import UserError, shown
 from zeroshard.regular_files import read_text, write_inside
 
@@ -35,11 +44,9 @@ _CHATML_TEXT = (
 JINJA_FILE, JSON_FILE = "chat_template.jinja", "chat_template.json"
 # Files beside a tokenizer.json that say how conversations are rendered, and where texts and answers end.
 TEMPLATE_FILES = (JINJA_FILE, TOKENIZER_CONFIG, JSON_FILE, TOKENS_FILE, GENERATION_CONFIG)
-_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"  # private-use characters around the text in {% generation %}
 _ANOTHER = "give another by --data.template FILE"
-
-Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
+_TOGETHER_BYTES = 1 << 18  # conversations that are sent together
+SECONDS = template_worker.SECONDS  # of processor time for one conversation, which takes far less than a millisecond
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,39 @@ class ChatTemplate:
         content = json.dumps([self.text, sorted(self.special_tokens.items())])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    def check(self) -> None:
-        """Raise UserError if it is not a valid template, or jinja2 is not installed."""
-        _ = self._compiled
+    @contextmanager
+    def opened(self) -> Generator[OpenTemplate]:
+        """Start the process that renders conversations (a tenth of a second), and end it after the block.
+
+        Raises:
+            UserError: it is not a valid template, or jinja2 is not installed.
+        """
+        if find_spec("jinja2") is None:
+            todo = "pip install 'zeroshard[finetune]'"
+            raise UserError("data.format", "chat needs the package jinja2", todo)
+        command = [sys.executable, "-I", "-S", template_worker.__file__]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            try:
+                yield OpenTemplate(self, process)
+            finally:
+                process.kill()
+                with suppress(BrokenPipeError):  # a question that it has not read
+                    process.stdin.close()
+
+
+class OpenTemplate:
+    """A template whose process runs; one thread may use it at a time.
+
+    Args:
+        template: the template.
+        process: the process, to which nothing was sent yet.
+    """
+
+    def __init__(self, template: ChatTemplate, process: subprocess.Popen[bytes]) -> None:
+        self.origin, self._process = template.origin, process
+        task = tuple(Task(sys.path, SECONDS, template.text, dict(template.special_tokens)))
+        list(self._answers(pickle.dumps(task), [""]))
 
     def render(self, messages: Messages, where: str, *, add_generation_prompt: bool = False) -> str:
         """Render a conversation as text.
@@ -69,58 +106,66 @@ class ChatTemplate:
             add_generation_prompt: end with the prompt for the model's answer.
 
         Raises:
-            UserError: the template raises.
+            UserError: the template raises, or takes too much time or memory.
         """
-        return self._render(messages, where, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+        question = pickle.dumps(("text", messages, add_generation_prompt))
+        return next(self._answers(pickle.dumps(1) + question, [where]))
 
-    def render_with_spans(self, messages: Messages, where: str) -> tuple[str, list[Span]]:
-        """Render a conversation as text, and return the character ranges that the assistant writes.
+    def render_with_spans(self, conversations: Iterable[tuple[str, Messages]]) -> Iterator[tuple[str, list[Span]]]:
+        """Render conversations as text, and yield for each its text and the character ranges that the assistant writes.
+
+        Each comes with its row, for error messages. Some are taken ahead, because a question by itself costs as much as
+        a conversation.
 
         If the template marks them by ``{% generation %}``, these are the marked ranges. Otherwise each assistant turn
         gives one range: from the end of the rendered earlier messages (with the generation prompt) to the end of the
         messages rendered up to this turn.
 
         Raises:
-            UserError: the template raises, or rendering only the first messages does not give a prefix of rendering
-                them all.
+            UserError: as `render`; or rendering only the first messages does not give a prefix of rendering them all.
         """
-        marked = self._render(messages, where, add_generation_prompt=False)
-        if _BEGIN in marked:
-            return _without_marks(marked)
-        spans: list[Span] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], where, add_generation_prompt=True)
-            after = marked if index + 1 == len(messages) else self.render(messages[: index + 1], where)
-            if not (after.startswith(before) and marked.startswith(after)):
-                what = f"{self.origin} renders the first {index + 1} messages of {where} differently if others follow"
-                raise UserError("data.template", f"{what}, so the model's own text cannot be located", _UNSTABLE)
-            spans.append((len(before), len(after)))
-        return marked, spans
+        questions, rows, num_bytes = [], [], 0
+        for where, messages in conversations:
+            questions.append(pickle.dumps(("with_spans", messages)))
+            rows.append(where)
+            num_bytes += len(questions[-1])
+            if num_bytes >= _TOGETHER_BYTES:
+                yield from self._answers(pickle.dumps(len(rows)) + b"".join(questions), rows)
+                questions, rows, num_bytes = [], [], 0
+        yield from self._answers(pickle.dumps(len(rows)) + b"".join(questions), rows)
 
-    def _render(self, messages: Messages, where: str, add_generation_prompt: bool) -> str:
-        compiled = self._compiled
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
-        try:
-            return compiled.render(**self.special_tokens, **given)
-        except Exception as error:  # noqa: BLE001 -- a template may raise whatever Python does
-            said = shown(str(error).partition("\n")[0] or type(error).__name__, 200)
-            what = f"{self.origin} refuses the conversation in {where}: {said}"
-            raise UserError("data.template", what, f"correct the row, or {_ANOTHER}") from None
+    def _answers(self, questions: bytes, rows: Sequence[str]) -> Iterator[Any]:
+        """Send questions, and yield their results; ``rows``: for each question its row, empty for the template."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # the process has ended, which reading tells
+            self._process.stdin.write(questions)
+            self._process.stdin.flush()
+        lines = [self._process.stdout.readline() for _ in rows]  # all of them, whatever the caller takes
+        for line, where in zip(lines, rows, strict=True):
+            kind, *more = json.loads(line) if line else ("ended", self._process.wait())
+            if kind != "done":
+                raise self._refusal(kind, more[0] if more else None, where)
+            yield more[0]
 
-    @cached_property
-    def _compiled(self) -> Any:
-        try:
-            import jinja2
-        except ImportError:
-            todo = "pip install 'zeroshard[finetune]'"
-            raise UserError("data.format", "chat needs the package jinja2", todo) from None
-        try:
-            return _environment().from_string(self.text)
-        except jinja2.TemplateSyntaxError as error:
-            what = f"{self.origin} is no template: line {error.lineno}: {error.message}"
-            raise UserError("data.template", what, f"correct it, or {_ANOTHER}") from None
+    def _refusal(self, kind: str, more: Any, where: str) -> UserError:
+        """Return the error for an answer without a result."""
+        todo, of = f"correct it, or {_ANOTHER}", f" for {where}" if where else ""
+        if kind == "refused":
+            what = f"{self.origin} refuses the conversation in {where}: {shown(more, 200)}"
+            return UserError("data.template", what, f"correct the row, or {_ANOTHER}")
+        if kind == "unstable":
+            what = f"{self.origin} renders the first {more} messages of {where} differently if others follow"
+            return UserError("data.template", f"{what}, so the model's own text cannot be located", _UNSTABLE)
+        if kind == "ended":
+            ended = f"ended with status {more}"
+            kind = f"takes more than {SECONDS} s of computing" if more == -signal.SIGXCPU else ended
+        said = {
+            "syntax": f"is no template: {more}",
+            "memory": f"takes more than {MEMORY_BYTES >> 20:,} MiB of memory",
+            "long": f"writes {more:,} characters, more than {MOST_CHARACTERS:,}" if kind == "long" else "",
+        }
+        return UserError("data.template", f"{self.origin} {said.get(kind, kind)}{of}", todo)
 
 
 _UNSTABLE = "mark it in the template by {% generation %} ... {% endgeneration %}, and give that by --data.template FILE"
@@ -186,48 +231,3 @@ def _text_of(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError("data.template", f"{path} cannot be read ({why})", "give a file, or chatml") from None
-
-
-def _without_marks(marked: str) -> tuple[str, list[Span]]:
-    text, spans = "", []
-    for piece in marked.split(_BEGIN):
-        inside, end, after = piece.partition(_END)
-        if end:
-            spans.append((len(text), len(text) + len(inside)))
-        text += inside + after
-    return text, spans
-
-
-def _environment() -> Any:
-    """Set up Jinja2 as `transformers` does, https://huggingface.co/docs/transformers/chat_templating_writing."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}``: marks the text that the model writes."""
-
-        tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            """Compile the statement to a call of `_marked` with the enclosed text."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    names: Any = environment.globals
-    names["raise_exception"] = raise_exception
-    return environment

@@ -42,6 +42,8 @@ _JSON = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (".parquet", *(json + packed for json in _JSON for packed in ("", ".gz", ".zst")))
 _MOST_COMPRESSED = 16  # assumed maximum of the compression ratio; any text beyond that is in the last part
 _BLOCK_BYTES = 1 << 20
+LONGEST_TEXT = 256 << 20  # bytes of a line, characters of a text: what is longer is a mistake, or meant to fill memory
+_LIST_BYTES = 4 << 30  # a JSON list is read as a whole
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class PartReader:
             self.close()
         if self._lines is None:
             self._raw, self._path = self._stack.enter_context(open_binary(path)), path
-            self._lines = _Lines(uncompressed(path, self._raw, self._stack))
+            self._lines = _Lines(uncompressed(path, self._raw, self._stack), path)
         for number, (position, line) in enumerate(self._lines.within(part.begin, part.end), start=1):
             if line.isspace():
                 continue
@@ -188,8 +190,11 @@ class PartReader:
         """Yield the values of the JSON list in a file, which is read as a whole."""
         self.close()
         self._raw = self._stack.enter_context(open_binary(path))
+        content = uncompressed(path, self._raw, self._stack).read(_LIST_BYTES + 1)
+        if len(content) > _LIST_BYTES:
+            raise UserError("data.path", f"{path} has more than {_LIST_BYTES >> 30} GiB in one list", _ONE_A_LINE)
         try:
-            rows = json_of(uncompressed(path, self._raw, self._stack).read())
+            rows = json_of(content)
         except ValueError as error:
             raise UserError("data.path", f"{path} cannot be read ({error})", "write it again, or as lines") from None
         for number, row in enumerate(rows, start=1):
@@ -209,6 +214,8 @@ def text_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
     try:
         if not isinstance(text, str | None):
             raise TypeError(f"{column} is {type(text).__name__}, not a string")
+        if text and len(text) > LONGEST_TEXT:
+            raise ValueError(f"{column} has {len(text):,} characters, more than {LONGEST_TEXT:,}")
         if text and not text.isascii():
             text.encode()  # refuse half of a surrogate pair
     except (ValueError, TypeError) as error:
@@ -229,8 +236,9 @@ def is_list(path: str) -> bool:
     def ask() -> bool:
         with ExitStack() as stack:
             file = uncompressed(path, stack.enter_context(open_binary(path)), stack)
-            while block := file.read(1 << 12):
-                if text := block.lstrip(b" \t\n\r\xef\xbb\xbf"):
+            for _ in range(0, LONGEST_TEXT, 1 << 12):
+                block = file.read(1 << 12)
+                if (text := block.lstrip(b" \t\n\r\xef\xbb\xbf")) or not block:
                     return text.startswith(b"[")
         return False
 
@@ -240,21 +248,28 @@ def is_list(path: str) -> bool:
 class _Lines:
     """The lines of a stream that is read once, from front to back."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._position, self._no_line_from = file, 0, 0
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path, self._position, self._no_line_from = file, path, 0, 0
 
     def can_reach(self, begin: int) -> bool:
         """Whether the stream has not yet passed any line that begins at ``begin`` or later."""
         return self._no_line_from <= begin
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that begin in ``[begin, end)``, each with its position; ``end`` -1 has no end."""
+        """Yield the lines that begin in ``[begin, end)``, each with its position; ``end`` -1 has no end.
+
+        Raises:
+            UserError: a line is longer than `LONGEST_TEXT`; no more of it is read.
+        """
         if self._position < begin:
             self._skip_to(begin)
         while end < 0 or self._position < end:
-            line = self._file.readline()
+            line = self._file.readline(LONGEST_TEXT + 1)
             if not line:
                 break
+            if len(line) > LONGEST_TEXT:
+                what = f"the line at byte {self._position:,} of {self._path} has more than {LONGEST_TEXT:,} bytes"
+                raise UserError("data.path", what, "cut its text into several lines")
             self._no_line_from = self._position + 1
             position, self._position = self._position, self._position + len(line)
             yield position, line
@@ -268,7 +283,11 @@ class _Lines:
             left = before - self._position
             while left and (skipped := len(self._file.read(min(left, _BLOCK_BYTES)))):
                 left -= skipped
-        self._position = before + len(self._file.readline())
+        self._position = before
+        while piece := self._file.readline(_BLOCK_BYTES):
+            self._position += len(piece)
+            if piece.endswith(b"\n"):
+                break
         self._no_line_from = begin
 
 
@@ -355,7 +374,8 @@ def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:
 
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         return io.BufferedReader(stack.enter_context(stream), _BLOCK_BYTES)
-    return raw
+    # a file of fsspec reads lines of any length
+    return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, raw), _BLOCK_BYTES)
 
 
 def corpus_identity(files: Sequence[FileFacts]) -> str:

@@ -329,8 +329,9 @@ def chat_of(config: GenerateConfig, tokenizer: Tokenizer) -> Chat:
     found = next((folder for folder in folders if has_template(folder)), folders[-1] if folders else run)
     try:
         template = find_template(config.template, f"json:{found / TOKENIZER_FILE}")
-        text = template.render(messages, "--message", add_generation_prompt=True)
-        answered = template.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
+        with template.opened() as opened:
+            text = opened.render(messages, "--message", add_generation_prompt=True)
+            answered = opened.render([*messages, {"role": "assistant", "content": _ANSWER}], "--message")
     except UserError as error:
         field = "template" if error.field == "data.template" else error.field
         todo = error.todo.replace("--data.template", "--template").removeprefix("correct the row, or ")

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.chat_templates import Span
 from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.joining import begin_ids, end_ids
+from zeroshard.data.template_worker import Span
 from zeroshard.data.tokenizer import BpeTokenizer, Tokenizer
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.data.block_checksums import BLOCK_BYTES
-from zeroshard.data.chat_templates import ChatTemplate, find_template, keep_template
+from zeroshard.data.chat_templates import OpenTemplate, find_template, keep_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.store import ExampleWriter
-from zeroshard.data.examples.texts import ExampleText, TextOf, text_of_chat, text_of_pair
+from zeroshard.data.examples.texts import ExampleText, texts_of_chats, texts_of_pairs
 from zeroshard.data.files import in_one_line
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, dtype_for
 from zeroshard.data.spec import DataSpec
@@ -41,18 +41,17 @@ def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: in
         UserError: a row is not an example, or too few are left.
     """
     template = find_template(spec.template, spec.tokenizer) if spec.format == "chat" else None
-    if template is not None:
-        template.check()
-    is_val, num_examples = _validating(spec, tables)
-    texts = (text.text for split, text in _texts(spec, tables, template, is_val) if split == "train")
-    tokenizer = make_tokenizer(spec.tokenizer, texts)
-    encode = ExampleEncoder(tokenizer, is_chat=spec.format == "chat")
-    dtype = dtype_for(tokenizer.vocab_size)
     with ExitStack() as stack:
+        opened = None if template is None else stack.enter_context(template.opened())
+        is_val, num_examples = _validating(spec, tables)
+        texts = (text.text for split, text in _texts(spec, tables, opened, is_val) if split == "train")
+        tokenizer = make_tokenizer(spec.tokenizer, texts)
+        encode = ExampleEncoder(tokenizer, is_chat=spec.format == "chat")
+        dtype = dtype_for(tokenizer.vocab_size)
         writers = {
             split: stack.enter_context(closing(ExampleWriter(draft, split, dtype, shard_tokens))) for split in SPLITS
         }
-        each = _texts(spec, tables, template, is_val)
+        each = _texts(spec, tables, opened, is_val)
         while some := list(islice(each, _AT_ONCE)):
             for (split, _), encoded in zip(some, encode([text for _, text in some]), strict=True):
                 writers[split].write(encoded)
@@ -84,16 +83,16 @@ def write_examples(spec: DataSpec, tables: Tables, draft: Path, shard_tokens: in
 
 
 def _texts(
-    spec: DataSpec, tables: Tables, template: ChatTemplate | None, is_val: Callable[[int], bool]
+    spec: DataSpec, tables: Tables, template: OpenTemplate | None, is_val: Callable[[int], bool]
 ) -> Iterator[tuple[str, ExampleText]]:
     """Yield every example as text, with its split, in the order of rows."""
-    text_of: TextOf
+    rows = _rows(spec, tables)
     if template is not None:
-        text_of = text_of_chat(template, spec.messages)
+        texts = texts_of_chats(rows, template, spec.messages)
     else:
-        text_of = text_of_pair(spec.prompt, spec.completion)
-    for where, row in _rows(spec, tables):
-        yield "val" if is_val(_hash_of(row)) else "train", text_of(where, row)
+        texts = texts_of_pairs(rows, spec.prompt, spec.completion)
+    for row, text in texts:
+        yield "val" if is_val(_hash_of(row)) else "train", text
 
 
 def _rows(spec: DataSpec, tables: Tables) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,11 +6,13 @@ prompt   ``prompt`` and ``completion``: two texts; the completion counts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.data.chat_templates import ChatTemplate, Span
+from zeroshard.data.chat_templates import OpenTemplate
+from zeroshard.data.template_worker import Span
 from zeroshard.errors import UserError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,29 +28,36 @@ class ExampleText:
     where: str  # the row that it comes from, for error messages
 
 
-TextOf = Callable[[str, Mapping[str, Any]], ExampleText]
+Row = Mapping[str, Any]
+Rows = Iterable[tuple[str, Row]]  # each with a description of its place
 
 
-def text_of_chat(template: ChatTemplate, column: str) -> TextOf:
-    """Return a function that turns conversations in ``column`` into text; its UserErrors name the row."""
+def texts_of_chats(rows: Rows, template: OpenTemplate, column: str) -> Iterator[tuple[Row, ExampleText]]:
+    """Yield the rows, of which some are taken ahead, with the text of the conversation in ``column``.
 
-    def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
-        messages = _checked(row[column], where, column)
-        text, spans = template.render_with_spans(messages, where)
+    Raises:
+        UserError: it is no conversation, or the template refuses it; names the row.
+    """
+    ahead: deque[tuple[str, Row]] = deque()
+
+    def conversations() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        for where, row in rows:
+            ahead.append((where, row))
+            yield where, _checked(row[column], where, column)
+
+    for text, spans in template.render_with_spans(conversations()):
+        where, row = ahead.popleft()
         _require_unicode(text, where)
-        spans = [(begin, end) for begin, end in spans if end > begin]
-        if not spans:
+        found = tuple((begin, end) for begin, end in spans if end > begin)
+        if not found:
             what = f"{template.origin} leaves nothing of the assistant's turns in {where}"
             raise UserError("data.template", what, "correct the row, or give another by --data.template FILE")
-        return ExampleText(text, tuple(spans), where)
-
-    return text_of
+        yield row, ExampleText(text, found, where)
 
 
-def text_of_pair(prompt: str, completion: str) -> TextOf:
-    """Return a function that turns two columns into text; its UserErrors name the row."""
-
-    def text_of(where: str, row: Mapping[str, Any]) -> ExampleText:
+def texts_of_pairs(rows: Rows, prompt: str, completion: str) -> Iterator[tuple[Row, ExampleText]]:
+    """Yield the rows with the text of two of their columns; raise UserError, which names the row, if it is none."""
+    for where, row in rows:
         parts = []
         for setting, column in (("data.prompt", prompt), ("data.completion", completion)):
             if not isinstance(row[column], str):
@@ -59,9 +68,7 @@ def text_of_pair(prompt: str, completion: str) -> TextOf:
             raise UserError("data.completion", f"{completion!r} in {where} is empty", "leave the row out")
         text = "".join(parts)
         _require_unicode(text, where)
-        return ExampleText(text, ((len(parts[0]), len(text)),), where)
-
-    return text_of
+        yield row, ExampleText(text, ((len(parts[0]), len(text)),), where)
 
 
 def _checked(messages: object, where: str, column: str) -> list[dict[str, Any]]:
