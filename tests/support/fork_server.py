@@ -29,6 +29,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+PYTHON = sys.executable
 LENGTH = struct.Struct("!I")  # before each request
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "torch.utils.flop_counter", "numpy", "pytest"]
 PRELOADED += ["hypothesis", "tokenizers", "zeroshard.launch.elastic", "zeroshard.train.start"]
@@ -160,6 +161,8 @@ def _python(args: list[str]) -> None:
         sys.argv = [kind, *words]
         sys.path[0] = str(Path(kind).resolve().parent)
         runpy.run_path(kind, run_name="__main__")
+    elif kind == "-I":  # isolated, with bounds on its memory that torch alone would pass: a real start
+        os.execv(PYTHON, [PYTHON, *args])
     else:
         raise ValueError(f"{kind}: only -m, -c and a script can be forked; start a real process")
 

@@ -215,7 +215,7 @@ def text_of_row(row: Mapping[str, Any], column: str, where: str) -> str | None:
         if not isinstance(text, str | None):
             raise TypeError(f"{column} is {type(text).__name__}, not a string")
         if text and len(text) > LONGEST_TEXT:
-            raise ValueError(f"{column} has {len(text):,} characters, more than {LONGEST_TEXT:,}")
+            raise ValueError(f"{len(text):,} characters are above the {LONGEST_TEXT:,} that are read")
         if text and not text.isascii():
             text.encode()  # refuse half of a surrogate pair
     except (ValueError, TypeError) as error:
