@@ -82,7 +82,9 @@ def test_a_text_without_end_is_refused_and_not_read(tmp_path, small_parts, monke
     with serve(tmp_path) if kind == "address" else nullcontext() as site:
         name = str(path) if site is None else f"{site.address}/files/a.jsonl"
         found = Tables((facts_of(name),))
-        line = r"row 2 of .* \(12,000 characters are above the 9,999|the line at byte 27 of .* has more than 9,999 bytes"
+        line = (
+            r"row 2 of .* \(12,000 characters are above the 9,999|the line at byte 27 of .* has more than 9,999 bytes"
+        )
         with pytest.raises(UserError, match=line):
             made.read_all(found)
         if kind != "parquet":  # a part that begins in the line begins after it

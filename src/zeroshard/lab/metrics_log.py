@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroshard.masked_addresses import masked
 from zeroshard.regular_files import json_of, open_binary
 from zeroshard.train.records.records import StepRecord
 
@@ -48,7 +49,8 @@ class MetricsLog:
                 self.begun, self.last_at = self.begun or time, time
             match entry["event"]:
                 case "start":
-                    self.start, step = entry, int(entry.get("step", 0))
+                    self.start = json_of(masked(line.decode()))  # earlier versions wrote secrets
+                    step = int(entry.get("step", 0))
                     # a run that resumed from an earlier step has discarded the later ones
                     self.steps = {number: each for number, each in self.steps.items() if number <= step}
                     self.evaluations = {number: each for number, each in self.evaluations.items() if number <= step}

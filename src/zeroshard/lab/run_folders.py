@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zeroshard.lab.metrics_log import Evaluation, number_of, read_log, why_unread
+from zeroshard.masked_addresses import masked
 from zeroshard.regular_files import json_of, read_text, toml_of
 from zeroshard.train.config.toml import RESOLVED, as_resolved
 from zeroshard.train.records.log_files import METRICS, SUMMARY
@@ -234,7 +235,7 @@ def _state(summary: Mapping[str, Any], *, running: bool, damaged: bool) -> State
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return toml_of(read_text(path))
+        return toml_of(masked(read_text(path)))  # earlier versions wrote secrets
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from zeroshard.checkpoint.diff import differences
 from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
 from zeroshard.columns import columns, printable
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.masked_addresses import masked
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.records.console import bytes_in_words
 from zeroshard.train.state.folders import checkpoint_folder
@@ -119,7 +120,7 @@ def _diff(first: Path, second: Path) -> ExitStatus:
     one, other = (checkpoint.open_manifest(_newest(path)) for path in (first, second))
     num_lines = 0
     for line in differences(one, other):
-        print(printable(line))
+        print(printable(masked(line)))
         num_lines += 1
     if not num_lines:
         print("no difference")
