@@ -20,6 +20,7 @@ PROGRAM = """
 import sys, time
 import torch, torch.distributed as dist
 from torch import nn
+import zeroshard
 from zeroshard import ShardedOptimizer, Zero, comm
 from zeroshard.comm.wrappers import library_watch
 
@@ -63,7 +64,7 @@ try:
             for _ in range(3 - rank if fault == "evaluates less" else 0):
                 model(torch.ones(2, 8))
         if step == 1 and rank == 0 and fault == "saves on rank 0":
-            zero.state_dict()
+            zeroshard.save("/nobody/writes/there", zero, step=1)
     if fault == "other":
         if rank == 0:
             zero.state_dict()
@@ -110,6 +111,7 @@ def test_ranks_that_do_alike_finish_and_exit_as_before():
         ("skips a batch", "None"),
         ("evaluates less", "RingCommunicator"),
         ("saves on rank 0", "SharedMemoryCommunicator"),
+        ("saves on rank 0", "None"),
     ],
 )
 def test_a_rank_that_leaves_something_out_is_named_on_every_rank(fault, name):
@@ -119,6 +121,7 @@ def test_a_rank_that_leaves_something_out_is_named_on_every_rank(fault, name):
         assert "PeerError" in text
         assert "ranks diverged at operation" in text or "called a different collective" in text
         assert "rank 1" in text or "rank 0" in text
+        assert fault != "saves on rank 0" or ("rank 0 issued the call zeroshard.save, rank 1 issued all_" in text)
 
 
 def test_a_rank_that_ends_is_named():

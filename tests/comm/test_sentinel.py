@@ -10,6 +10,7 @@ from fake_time import Clock
 from zeroshard.comm import NullCommunicator, ObservedCommunicator, PeerError, labelled, split
 from zeroshard.comm.operation_log import first_difference
 from zeroshard.comm.wrappers import sentinel
+from zeroshard.comm.wrappers.place import Place
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 
 
@@ -239,7 +240,7 @@ def test_rank_0_which_keeps_the_board_stays_until_the_others_have_heard():
     board, heard = MemoryBoard(), threading.Event()
     comm = SentinelCommunicator(NullCommunicator(2, 0), board, lambda line, found_here: heard.set())
     began = time.monotonic()
-    board.post("verdict", b"rank 7 is lost")
+    board.post("verdict", b'{"fault": "rank 7 is lost"}')
     assert not heard.wait(1.5 * sentinel.PULSE_S)
     board.post("heard1", b"1")
     assert heard.wait(600)
@@ -259,6 +260,85 @@ def test_a_slow_rank_is_no_lost_one_and_a_silent_one_is(clock):
         clock.now += 2.0
         assert pulse(watched.ranks[0]) == ("rank 1 has not answered for 8 s: it is stopped or lost", True)
     watched.close()
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"hello", b"3", b"[1, 2]", b'{"fault": 3}', b"[1, 2, [[]], [3], 4]", b"[" * 99999, b"\xff"]
+)
+def test_what_others_write_into_the_store_is_told_once_and_the_watch_goes_on(clock, caplog, value):
+    watched = Watched(3)
+    ours, other, _ = watched.ranks
+    board = ours._watch._board
+    work(ours, ["a", "b"])
+    work(other, ["a", "c"])
+    for key in ("rank0", "verdict") * 2:
+        board.post(key, value)
+        assert pulse(other) is None
+    assert [record.message.split(" that ")[0] for record in caplog.records] == [
+        f"the ranks' store has a value at {key}" for key in ("rank0", "verdict")
+    ]
+    pulse(ours)  # it posts its page anew
+    assert "rank 0 issued reduce_scatter sum of 24 bytes for b/grads" in pulse(other)[0]
+    watched.close()
+
+
+def test_a_call_that_one_rank_makes_alone_is_named_before_its_collectives():
+    watched = Watched(2)
+    watched.ranks[1].note_call("zeroshard.save")
+    for comm in watched.ranks:
+        comm.barrier()
+    assert all(event.wait(600) for event in watched.heard)
+    watched.close()
+    line = "rank 0 issued barrier of 0 bytes for no unit, rank 1 issued the call zeroshard.save"
+    assert watched.told == [[f"ranks diverged at operation 0: {line}"]] * 2
+
+
+@pytest.fixture
+def elsewhere(clock, monkeypatch):
+    """Three ranks: rank 0 has saved alone and waits, and the others are where the test says, for 20 s."""
+    lines = []
+    watched = Watched(3, stall_s=8.0, on_wait=lines.append)
+
+    def go(*places):
+        watched.ranks[0].note_call("zeroshard.save")
+        with watched.ranks[0].waiting():
+            for _ in range(20):
+                clock.now += 1.0
+                for comm, place in zip(watched.ranks[1:], places, strict=True):
+                    monkeypatch.setattr(sentinel, "place_of_main_thread", lambda place=place: place)
+                    assert pulse(comm) is None
+                if (fault := pulse(watched.ranks[0])) is not None:
+                    return fault[0], lines
+        return "", lines
+
+    yield go
+    watched.close()
+
+
+AT_DATA, AT_BARRIER = Place("train.py:7, in batches", ""), Place("train.py:9, in main", "barrier")
+
+
+def test_a_rank_that_does_other_work_is_named_once_by_whom_it_keeps_waiting(elsewhere):
+    fault, lines = elsewhere(AT_DATA, AT_BARRIER)
+    what = "rank 0 issued the call zeroshard.save as operation 0, rank 1 has not and is at train.py:7, in batches"
+    assert (fault, lines) == ("", [f"waiting for 9 s (and 1 more): {what}"])
+
+
+def test_if_all_others_are_in_collectives_of_torch_none_can_go_on(elsewhere):
+    fault, _ = elsewhere(AT_BARRIER, AT_BARRIER)
+    at = "rank 1 has not and is in torch.distributed.barrier at train.py:9, in main"
+    assert fault == f"ranks diverged: rank 0 issued the call zeroshard.save as operation 0, {at}"
+
+
+def test_gloos_thread_says_that_a_message_of_another_operation_came(clock, monkeypatch):
+    watched = Watched(2)
+    pulse(watched.ranks[0])
+    monkeypatch.setattr(clock, "sleep", lambda seconds: pulse(watched.ranks[0]))
+    watched.ranks[1]._watch.met_another.set()
+    fault, found_here = pulse(watched.ranks[1])
+    watched.close()
+    assert fault.startswith("ranks diverged: rank 1 got a message of another operation at ")
+    assert found_here
 
 
 def test_operations_of_another_order_or_kind_differ():

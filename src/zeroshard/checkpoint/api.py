@@ -34,6 +34,7 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, first_message, send_bytes
+from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.errors import UserError
 from zeroshard.named_shards import NamedShard, ShardReader
 
@@ -86,6 +87,7 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
             ``path`` has another ``step``, or ``step`` is no whole number from 0 on.
     """
     path, comm = Path(path), source.comm
+    call_of_every_rank(comm, "zeroshard.save")
     first = comm.rank == 0
     facts = facts_of(path, source, step, extra)
     try:
@@ -128,6 +130,7 @@ def load(
         ValueError: the checkpoint was saved from a model with other tensors.
     """
     comm = target.comm
+    call_of_every_rank(comm, "zeroshard.load")
     with manifests.parsed_once():
         failure = None if verified else _open_and_verify(comm, Path(path))
         if failure is not None:
@@ -165,6 +168,7 @@ def newest_valid(comm: Communicator, folder: str | PathLike[str]) -> Choice:
 
     Rank 0 lists the folder, all ranks verify together, and all return the same.
     """
+    call_of_every_rank(comm, "zeroshard.newest_valid")
     found = [[each.path.name, each.complete] for each in folders.find(folder)] if comm.rank == 0 else []
     names = json.loads(send_bytes(comm, json.dumps(found).encode(), src=0))
     passed_over: list[Rejected] = []

@@ -29,6 +29,7 @@ class Ema:
         decay: how much of the old average an update keeps, in [0, 1).
         replaced: called after averages and weights were swapped; may be collective.
         complete: called before weights are read: waits for updates of them that are under way.
+        called: told the name of a method that every rank must call, when it is called.
 
     Attributes:
         decay: may be changed between updates; a low one early forgets the initial values sooner.
@@ -46,6 +47,7 @@ class Ema:
         decay: float,
         replaced: Callable[[], None] = lambda: None,
         complete: Callable[[], None] = lambda: None,
+        called: Callable[[str], None] = lambda method: None,
     ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay: {decay} is outside [0, 1)")
@@ -54,7 +56,7 @@ class Ema:
         self.state: dict[Tensor, dict[str, Tensor]] = {
             weight: {EMA: weight.detach().clone()} for weight in weights if weight.dtype.is_floating_point
         }
-        self._replaced, self._complete = replaced, complete
+        self._replaced, self._complete, self._called = replaced, complete, called
 
     @torch.no_grad()
     def update(self) -> None:
@@ -63,6 +65,7 @@ class Ema:
         Raises:
             RuntimeError: inside `weights`.
         """
+        self._called("update")
         self.require_away("update")
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for weight, state in self.state.items():
@@ -80,6 +83,7 @@ class Ema:
         Raises:
             RuntimeError: inside another such block.
         """
+        self._called("weights")
         self.require_away("weights")
         self._swap()
         self.applied = True

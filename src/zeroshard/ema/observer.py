@@ -7,6 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.ema.average import EMA, Ema
 from zeroshard.named_shards import ShardReader
 from zeroshard.zero.buffers.flat_grads import mark_unusable
@@ -34,7 +35,11 @@ class EmaObserver(Observer):
     def __init__(self, runtime: Runtime, decay: float) -> None:
         self._runtime = runtime
         masters = [shard for group in runtime.groups() for shard in group.shards]
-        self.ema = Ema(masters, decay, self._came_or_went, lambda: runtime.complete_step())
+
+        def called(method: str) -> None:
+            call_of_every_rank(runtime.comm, f"Ema.{method}")
+
+        self.ema = Ema(masters, decay, self._came_or_went, lambda: runtime.complete_step(), called)
 
     def _came_or_went(self) -> None:
         """Averages and weights were swapped: gradients are of the others now, and weights are to be gathered."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.comm.agree import agreement
+from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.local_steps.outer_optimizer import Difference, Outer
@@ -142,6 +143,7 @@ class OuterSteps:
 
     # -- the step -----------------------------------------------------------------------------------------------
 
+    @by_every_rank
     def step(self, *, taken: bool = True) -> list[OuterStep]:
         """Count one more step of all optimizers together, and take an outer step of the fragments due. Collective.
 
@@ -170,6 +172,7 @@ class OuterSteps:
         self.at_global_weights = self.settings.fragments == 1
         return steps
 
+    @by_every_rank
     def outer_step(self) -> list[OuterStep]:
         """Take an outer step of all fragments now, as at the end of training. Collective.
 
@@ -242,6 +245,7 @@ class OuterSteps:
 
     # -- global weights -----------------------------------------------------------------------------------------
 
+    @by_every_rank
     @contextmanager
     def global_weights(self) -> Generator[None]:
         """In this block, as to evaluate them, the model computes with the global weights. Collective.

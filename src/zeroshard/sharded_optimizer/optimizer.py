@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import agreement, both_ends, digest_of, require_same
 from zeroshard.comm.backends.torch_dist import communicator
+from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
@@ -179,6 +180,7 @@ class ShardedOptimizer(Optimizer):
         """
         return self._owners[param]
 
+    @by_every_rank
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters go to the ranks that own fewest bytes, and no other moves. Collective.
 
@@ -385,6 +387,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- state ------------------------------------------------------------------------------------------------
 
+    @by_every_rank
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all ranks' states to rank ``to``, on the CPU, for its `state_dict`. Collective.
 
@@ -427,6 +430,7 @@ class ShardedOptimizer(Optimizer):
     def _state_has_changed(self) -> None:
         self._unsharded_state = self._consolidated_to = None
 
+    @by_every_rank
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the settings, and copies of the states that this rank owns. Not collective: every rank loads the dict.
 

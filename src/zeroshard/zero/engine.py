@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zeroshard import named_shards
 from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
+from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.lazily import loaded
 from zeroshard.meta_models import Init, loaded_later
@@ -165,6 +166,7 @@ class Zero(Engine):
 
     # -- the training step ------------------------------------------------------------------------------------
 
+    @by_every_rank
     def optimizer(
         self,
         optimizer_cls: type[Optimizer],
@@ -214,6 +216,7 @@ class Zero(Engine):
         """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""
         return nullcontext() if last or self.accumulate == "sharded" else self.no_sync()
 
+    @by_every_rank
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
@@ -235,6 +238,7 @@ class Zero(Engine):
         self._runtime.require_reduced("clip_grad_norm_")
         return super().clip_grad_norm_(float(max_norm), norm_type)
 
+    @by_every_rank
     def full_grads(self) -> dict[str, Tensor | None]:
         """Return each parameter's gradient, averaged over ranks, in its own shape; None without one. Collective.
 
@@ -243,6 +247,7 @@ class Zero(Engine):
         self._runtime.require_reduced("full_grads")
         return full_state.full_grads(self.model, self._runtime)
 
+    @by_every_rank
     def ema(self, decay: float = 0.999) -> Ema:
         """Make a moving average of the weights: sharded like the master weights, saved and loaded with them.
 
@@ -267,6 +272,7 @@ class Zero(Engine):
         """How gradients of several backwards before one step accumulate; see the argument of `Zero`."""
         return self._accumulate or ("local" if self.strategy.grads is REPLICATE else "sharded")
 
+    @by_every_rank
     def restage(self, stage: int | ShardingStrategy) -> None:
         """Change the stage between steps, in memory and to the bit, with optimizer states and averages. Collective.
 
@@ -292,6 +298,7 @@ class Zero(Engine):
 
     # -- unsharded state --------------------------------------------------------------------------------------
 
+    @by_every_rank
     @contextmanager
     def full_params(self, *, write_back: bool = False) -> Generator[None]:
         """Unshard the module's parameters in this block, in the compute dtype. Collective.
@@ -310,6 +317,7 @@ class Zero(Engine):
                         group.params.write_back()
                 self._optimizers.weights_replaced()
 
+    @by_every_rank
     def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
         """Return the model's full state dict on the CPU, with the weights' original names and dtypes. Collective.
 
@@ -323,6 +331,7 @@ class Zero(Engine):
         """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
         return named_shards.named_state(self.model)
 
+    @by_every_rank
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
         """Load a full state dict, the same on every rank (replicas take the first's); optimizer states do not change.
 
@@ -338,6 +347,7 @@ class Zero(Engine):
         self._optimizers.weights_replaced()
         return result
 
+    @by_every_rank
     def optim_state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Return the full state dict of an optimizer on the CPU, as the unsharded optimizer has it. Collective.
 
@@ -391,6 +401,7 @@ class Zero(Engine):
         groups = self._optimizers.param_groups(self.model)
         restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
 
+    @by_every_rank
     def load_named_shards(self, reader: ShardReader) -> None:
         """Load this rank's part of parameters, optimizer states, averages and buffers from ``reader``.
 
@@ -423,6 +434,7 @@ class Zero(Engine):
         """Yield each tensor that is resident on this rank now, also in the middle of a step, with its category."""
         return holdings(self.units, self._optimizers.optimizers, self._optimizers.kept_tensors())
 
+    @by_every_rank
     def remove(self) -> None:
         """Remove the engine: the module gets unsharded, current weights of its own, and no hooks. Collective.
 

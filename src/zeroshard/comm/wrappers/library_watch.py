@@ -8,11 +8,9 @@ that is blocked where nothing can be raised (on a GPU, in a collective of the us
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-import sys
 import threading
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.base import Communicator
 from zeroshard.comm.labels import CONTROL, labelled
+from zeroshard.comm.wrappers.place import place_of_main_thread
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, sentinel_of
 from zeroshard.errors import ExitStatus
 
@@ -29,7 +28,6 @@ EXIT_S = 2.0  # how long a process that has raised one may take to exit: gloo wa
 # long, but a user's may load a file or compile.
 LOST_AFTER_S = 60.0
 _NAME_BYTES = 8
-_NOT_THE_USERS = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 
 def watched(comm: Communicator) -> Communicator:
@@ -51,9 +49,11 @@ def watched(comm: Communicator) -> Communicator:
         if not raised.wait(GRACE_S):
             from zeroshard.launch.rank_exit import end_as_peer_lost  # a library is imported without it
 
-            end_as_peer_lost(f"rank {comm.rank}: {line}; this rank is at {_place()}", True)
+            end_as_peer_lost(f"rank {comm.rank}: {line}; this rank is {place_of_main_thread()}", True)
 
-    return SentinelCommunicator(comm, board, end, lost_after_s=LOST_AFTER_S, raised=raised)
+    return SentinelCommunicator(
+        comm, board, end, lost_after_s=LOST_AFTER_S, raised=raised, on_wait=logging.getLogger("zeroshard.comm").warning
+    )
 
 
 class _Raised(threading.Event):
@@ -93,11 +93,3 @@ def _common_name(comm: Communicator) -> str:
     with labelled(CONTROL):
         comm.broadcast(drawn, src=0).wait()
     return bytes(drawn.tolist()).hex()
-
-
-def _place() -> str:
-    """Return the file, line and function of the user's code that the main thread is in."""
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    stack = [each for each in traceback.extract_stack(frame) if not each.filename.startswith(_NOT_THE_USERS)]
-    return f"{stack[-1].filename}:{stack[-1].lineno}, in {stack[-1].name}" if stack else "no line of its own"

@@ -11,7 +11,18 @@ hang.
 * A rank whose host has waited, or whose GPU has completed no collective (`zeroshard.comm.wrappers.in_flight`), for
   longer than a quarter of ``stall_s`` looks for a rank that no longer posts pulses: after `LOST_AFTER_S` it is lost.
 
+* Calls that every rank must make are in the log too (`zeroshard.comm.every_rank`). A rank that makes one alone is
+  noticed like one that issues a collective alone.
+* gloo's thread throws if a message is longer than the one that its rank expects, which would abort the process. It is
+  held until the ranks have said why (`zeroshard.comm.wrappers.gloo_abort`).
+
 The rank that finds a fault posts it on the board as the verdict, and all ranks act on the verdict.
+
+[Note: Who waits for whom]
+    A rank that does other work for long (sleeps, loads, computes) is no fault. But the lowest of the ranks that wait
+    for it logs a line, once in a wait, with the line of the user's code at which it is. If all ranks that are behind
+    are inside collectives of torch.distributed of all ranks, while this rank waits in one of ours, none can go on: that
+    is a fault.
 
 [Note: What a stall asks of the store]
     One process serves the board, and in a stall all ranks look at once. If each looked at all others, 512 ranks would
@@ -24,19 +35,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from threading import Event
+from typing import TypeVar
 
 from torch import Tensor
 
 from zeroshard.comm.base import Communicator, PeerError, Work, is_of_peers
 from zeroshard.comm.labels import current_label
-from zeroshard.comm.operation_log import Entry, OperationLog, first_difference
-from zeroshard.comm.wrappers.board import Board, StoreBoard  # noqa: F401 -- callers take both from here
+from zeroshard.comm.operation_log import OperationLog, first_difference
+from zeroshard.comm.wrappers import gloo_abort
+from zeroshard.comm.wrappers.board import Board, Page, page_of, verdict_of
+from zeroshard.comm.wrappers.board import StoreBoard as StoreBoard
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
+from zeroshard.comm.wrappers.place import place_of_main_thread
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
 from zeroshard.finalizers import Finalizer
 
@@ -50,6 +66,8 @@ NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collec
 
 OnFault = Callable[[str, bool], None]
 _VERDICT = "verdict"
+_log = logging.getLogger("zeroshard.comm")
+T = TypeVar("T")
 
 
 class _Watch:
@@ -63,16 +81,21 @@ class _Watch:
         stall_s: float,
         lost_after_s: float,
         raised: Event | None,
+        on_wait: Callable[[str], None],
     ) -> None:
         self.rank, self.world_size = comm.rank, comm.world_size
         self.fault = ""  # what was found, by this rank or another
         self._named = ""  # what this rank has posted because a collective failed
         self._lost_after_s, self.raised = lost_after_s, raised
         self.log, self.under_way = OperationLog(REMEMBERED), InFlight()
-        self._board, self._on_fault, self._stall_s = board, on_fault, stall_s
+        self._board, self._on_fault, self._stall_s, self._on_wait = board, on_fault, stall_s, on_wait
+        self.met_another = Event()  # set by gloo's thread: a message of another operation has come
         self._waiting_since: float | None = None
+        self._told_of: float | None = None  # of the last wait that a line was logged of: since when
         self._last_pulse: dict[int, tuple[int, float]] = {}  # by rank: number of its last pulse, and when we saw it
         self._pulse = 0
+        self._place, self._place_since = place_of_main_thread(), time.monotonic()
+        self._strange: set[str] = set()  # keys that hold what no rank of ours posts
         self._looking_since: float | None = None
         self._closed = Event()
         self._thread = threading.Thread(target=self._watch, name="sentinel", daemon=True)
@@ -80,6 +103,7 @@ class _Watch:
         # if the network to the store fails, a request to it blocks its thread for a quarter of an hour
         self._second = threading.Thread(target=self._watch_the_board, name="sentinel-board", daemon=True)
         self._second.start()
+        gloo_abort.hold_for(self.met_another)
 
     @contextlib.contextmanager
     def waiting(self) -> Generator[None]:
@@ -126,19 +150,38 @@ class _Watch:
 
     def _look(self) -> tuple[str, bool] | None:
         self._post()
-        verdict = self._board.read(_VERDICT)
+        verdict = self._verdict()
         if verdict is not None:
-            return verdict.decode(), verdict.decode() == self._named
-        fault = self._divergence([0]) if self.rank else None
+            return verdict, verdict == self._named
+        fault = self._divergence(self._pages([0])) if self.rank else None
         since = self._stalled_since()
         waited_s = 0.0 if since is None else time.monotonic() - since
         if fault is None and waited_s > self._stall_s / 4:  # from here on pulses are seen, so silence is measured
-            ranks = self._looked_at()
-            fault = self._divergence(ranks) or self._lost(ranks)
+            pages = self._pages(self._looked_at())
+            fault = self._divergence(pages) or self._lost(pages)
+            if fault is None and waited_s > self._stall_s and len(pages) == self.world_size - 1:
+                fault = self._blocked(pages, waited_s, since)
+        if fault is None and self.met_another.is_set():
+            place = place_of_main_thread()
+            fault = self._name_fault() or f"ranks diverged: rank {self.rank} got a message of another operation {place}"
         if fault is None:
             return None
-        self._board.post(_VERDICT, fault.encode())
+        self._post_verdict(fault)
         return fault, True
+
+    def _post_verdict(self, fault: str) -> None:
+        self._board.post(_VERDICT, json.dumps({"fault": fault}).encode())
+
+    def _verdict(self) -> str | None:
+        posted = self._board.read(_VERDICT)
+        return None if posted is None else self._ours(_VERDICT, verdict_of(posted))
+
+    def _ours(self, key: str, found: T | None) -> T | None:
+        """Return what was found at a key; if it is nothing of ours, warn once. The watch goes on without it."""
+        if found is None and key not in self._strange:
+            self._strange.add(key)
+            _log.warning("the ranks' store has a value at %s that no rank of this run has posted: ignored", key)
+        return found
 
     def _stalled_since(self) -> float | None:
         """Return since when the host waits, or a GPU has completed no collective; None if neither is the case."""
@@ -172,22 +215,27 @@ class _Watch:
 
     def _post(self) -> None:
         self._pulse += 1
-        posted = {"pulse": self._pulse, "count": self.log.count, "recent": self.log.recent()}
-        self._board.post(f"rank{self.rank}", json.dumps(posted).encode())
+        place, now = place_of_main_thread(), time.monotonic()
+        if place != self._place:
+            self._place, self._place_since = place, now
+        page = Page(self._pulse, self.log.count, self.log.recent(), place, now - self._place_since)
+        self._board.post(f"rank{self.rank}", json.dumps(page).encode())
 
-    def _log_of(self, rank: int) -> list[Entry]:
-        posted = self._board.read(f"rank{rank}")
-        if posted is None:
-            return []
-        content = json.loads(posted)
-        if self._last_pulse.get(rank, (0, 0.0))[0] != content["pulse"]:
-            self._last_pulse[rank] = (content["pulse"], time.monotonic())
-        return [tuple(entry) for entry in content["recent"]]
+    def _pages(self, ranks: Iterable[int]) -> dict[int, Page | None]:
+        """Return what each of ``ranks`` but this one has posted last, and note when pulses were seen to change."""
+        pages: dict[int, Page | None] = {}
+        for rank in (rank for rank in ranks if rank != self.rank):
+            key = f"rank{rank}"
+            posted = self._board.read(key)
+            pages[rank] = page = None if posted is None else self._ours(key, page_of(posted))
+            if page is not None and self._last_pulse.get(rank, (0, 0.0))[0] != page.pulse:
+                self._last_pulse[rank] = (page.pulse, time.monotonic())
+        return pages
 
-    def _divergence(self, ranks: list[int]) -> str | None:
+    def _divergence(self, pages: Mapping[int, Page | None]) -> str | None:
         own = self.log.recent()
-        for rank in ranks:
-            difference = first_difference(self._log_of(rank), own) if rank != self.rank else None
+        for rank, page in pages.items():
+            difference = first_difference(page.recent, own) if page is not None else None
             if difference is not None:
                 place, theirs, ours = difference
                 return (
@@ -195,15 +243,38 @@ class _Watch:
                 )
         return None
 
-    def _lost(self, ranks: list[int]) -> str | None:
+    def _lost(self, ranks: Iterable[int]) -> str | None:
         now, limit_s = time.monotonic(), self._lost_after_s or LOST_AFTER_S
         for rank in ranks:
-            if rank != self.rank:
-                self._log_of(rank)
-                seen = self._last_pulse.setdefault(rank, (0, now))[1]
-                if now - seen > limit_s:
-                    return f"rank {rank} has not answered for {limit_s:.0f} s: it is stopped or lost"
+            seen = self._last_pulse.setdefault(rank, (0, now))[1]
+            if now - seen > limit_s:
+                return f"rank {rank} has not answered for {limit_s:.0f} s: it is stopped or lost"
         return None
+
+    def _blocked(self, pages: Mapping[int, Page | None], waited_s: float, since: float | None) -> str | None:
+        """Return why no rank can go on; if some may, tell once in a wait for whom: [Note: Who waits for whom].
+
+        ``pages``: of all other ranks.
+        """
+        behind = {rank: page for rank, page in pages.items() if page is not None and page.count < self.log.count}
+        if not behind:
+            return None
+        rank, page = next(iter(behind.items()))
+        stuck = all(page.place.inside and page.still_s > self._stall_s for page in behind.values())
+        if stuck and len(behind) == len(pages):
+            return f"ranks diverged: {self._apart(rank, page)}"
+        if self._told_of != since and all(other > self.rank for other in pages.keys() - behind.keys()):
+            self._told_of = since
+            more = f" (and {len(behind) - 1} more)" if len(behind) > 1 else ""
+            self._on_wait(f"waiting for {waited_s:.0f} s{more}: {self._apart(rank, page)}")
+        return None
+
+    def _apart(self, rank: int, page: Page) -> str:
+        """Say which operation of this rank another one has not issued, and where that one is."""
+        number, _, line = next(entry for entry in self.log.recent() if entry[0] >= page.count)
+        silent_s = time.monotonic() - self._last_pulse[rank][1]
+        silent = f", and has posted nothing for {silent_s:.0f} s" if silent_s > NAMING_PULSES * PULSE_S else ""
+        return f"rank {self.rank} issued {line} as operation {number}, rank {rank} has not and is {page.place}{silent}"
 
     def _name_fault(self) -> str | None:
         """Return why a collective failed, as far as the board shows within a few pulses; None if it does not."""
@@ -213,8 +284,7 @@ class _Watch:
             before = self._heard_of(near)
             for _ in range(NAMING_PULSES):
                 time.sleep(PULSE_S)
-                verdict = self._board.read(_VERDICT)
-                fault = verdict.decode() if verdict is not None else self._divergence(near)
+                fault = self._verdict() or self._divergence(self._pages(near))
                 if fault is not None:
                     return fault
             silent = [rank for rank, pulse in self._heard_of(near).items() if pulse == before[rank]]
@@ -222,30 +292,29 @@ class _Watch:
                 fault = self._line_of_lost(silent[0])
                 if self.world_size > FULL_LOOK:  # for ranks that do not look at the silent one
                     self._named = fault
-                    self._board.post(_VERDICT, fault.encode())
+                    self._post_verdict(fault)
                 return fault
             for _ in range(NAMING_PULSES if self.world_size > FULL_LOOK else 0):  # one that looks there may tell
                 time.sleep(PULSE_S)
-                if (verdict := self._board.read(_VERDICT)) is not None:
-                    return verdict.decode()
+                if (verdict := self._verdict()) is not None:
+                    return verdict
             return None
         except (RuntimeError, OSError):
             return "rank 0, or the launcher, is gone: the store that it kept does not answer"
 
     def _heard_of(self, ranks: list[int]) -> dict[int, int]:
         """Return the number of the last pulse of each of ``ranks``, without this rank."""
-        others = [rank for rank in ranks if rank != self.rank]
-        for rank in others:
-            self._log_of(rank)
-        return {rank: self._last_pulse.get(rank, (0, 0.0))[0] for rank in others}
+        return {rank: self._last_pulse.get(rank, (0, 0.0))[0] for rank in self._pages(ranks)}
 
     def _line_of_lost(self, rank: int) -> str:
-        recent = self._log_of(rank)
-        last = "; when it was last heard of, it had issued {2} as operation {0}".format(*recent[-1]) if recent else ""
+        page, last = self._pages([rank])[rank], ""
+        if page is not None and page.recent:
+            last = "; when it was last heard of, it had issued {2} as operation {0}".format(*page.recent[-1])
         return f"rank {rank} is gone{last}; see what it printed"
 
     def close(self) -> None:
         """End the watch's threads; may be called twice."""
+        gloo_abort.hold_no_more(self.met_another)
         self._closed.set()
         for thread in {self._thread, self._second} - {threading.current_thread()}:
             thread.join(CLOSING_S)
@@ -281,6 +350,8 @@ class SentinelCommunicator(Wrapper):
         lost_after_s: seconds after which a silent rank is lost; None: `LOST_AFTER_S`.
         raised: set when an operation, or a wait for one on the host, has raised a fault; None: they raise none that
             was found meanwhile.
+        on_wait: called on a background thread with a line that says for whom this rank waits, once in a wait of more
+            than ``stall_s``: [Note: Who waits for whom].
 
     The watch ends by `close`, with the last part of this one, or with the process.
     """
@@ -294,9 +365,10 @@ class SentinelCommunicator(Wrapper):
         stall_s: float = 8.0,
         lost_after_s: float | None = None,
         raised: Event | None = None,
+        on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__(inner)
-        self._watch = _Watch(inner, board, on_fault, stall_s, lost_after_s or 0.0, raised)
+        self._watch = _Watch(inner, board, on_fault, stall_s, lost_after_s or 0.0, raised, on_wait)
         self._last: set[None] = set()  # shared with the parts: it goes with the last of them
         self._end = Finalizer(self._last, self._watch.close)
 
@@ -308,6 +380,11 @@ class SentinelCommunicator(Wrapper):
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for a wait: the watch measures it, and a PeerError in it gets the fault's line if known."""
         return self._watch.waiting()
+
+    def note_call(self, what: str) -> None:
+        """Log a call that every rank must make; PeerError if a fault was found, and operations are to raise it."""
+        self.require_no_fault()
+        self._watch.log.add(f"the call {what}")
 
     def close(self) -> None:
         """End the watch."""

@@ -127,6 +127,7 @@ def _state_dict(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
 
 def _load_state_dict(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer = piecewise.optimizer
+    piecewise.listener.note_call(f"{type(optimizer).__name__}.load_state_dict")
     state_dict = dict(state_dict)
     for hook in hooks_of(optimizer, "load_state_dict_pre").values():
         changed = hook(optimizer, state_dict)

@@ -50,6 +50,9 @@ class StepListener(Protocol):
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero."""
 
+    def note_call(self, what: str) -> None:
+        """Note a call that every rank must make."""
+
 
 class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
     """A `PieceOptimizer` whose param groups show the model's parameters: [Note: Whose parameters].

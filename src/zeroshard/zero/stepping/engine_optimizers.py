@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.lazily import loaded
 from zeroshard.named_shards import NamedShard, ShardReader
 from zeroshard.optimizer_classes.description import described
@@ -266,3 +267,7 @@ class EngineOptimizers:
     def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool = True) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         self._runtime.clear_grads(params, set_to_none=set_to_none)
+
+    def note_call(self, what: str) -> None:
+        """Note a call that every rank must make."""
+        call_of_every_rank(self._runtime.comm, what)
