@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
 from numbers import Integral
@@ -42,9 +42,9 @@ from zeroshard.named_shards import NamedShard, ShardReader
 class Saveable(Protocol):
     """An object whose state can be saved.
 
-    Two more members are used if it has them: ``named_param_groups()``, the optimizer's param groups in a form that JSON
-    can represent, ``params`` by name, the same on every rank; and ``tied_names()``, each further name of a tied tensor
-    -> the name that it is saved under.
+    Three more members are used if it has them: ``named_param_groups()``, the optimizer's param groups in a form that
+    JSON can represent, ``params`` by name, the same on every rank; ``tied_names()``, each further name of a tied tensor
+    -> the name that it is saved under; and ``unsettled()``, lines that must be the same on every rank.
     """
 
     @property
@@ -84,14 +84,15 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
     Raises:
         OSError: some rank could not write; every rank raises, with the reason and the rank.
         ValueError: the ranks' pieces do not tile some tensor, JSON cannot represent ``extra``, it or the name of
-            ``path`` has another ``step``, or ``step`` is no whole number from 0 on.
+            ``path`` has another ``step``, ``step`` is no whole number from 0 on, or ranks have changed weights or
+            gradients in other ways.
     """
     path, comm = Path(path), source.comm
     call_of_every_rank(comm, "zeroshard.save")
     first = comm.rank == 0
     facts = facts_of(path, source, step, extra)
     try:
-        with agreement(comm, phase="making the folder"):
+        with making_folder(comm, source):
             if first:
                 store.begin(path)
         with agreement(comm, phase="writing"):
@@ -240,6 +241,14 @@ def facts_of(path: Path, source: Saveable, step: int, extra: Mapping[str, Any] |
     groups = getattr(source, "named_param_groups", list)()
     tied = getattr(source, "tied_names", dict)()
     return Facts(int(step), source.comm.world_size, as_json, tuple(groups), tied)
+
+
+@contextmanager
+def making_folder(comm: Communicator, source: Saveable) -> Generator[None]:
+    """Compare, at the end of this block, what ranks have done to the source: see `Saveable`. Collective."""
+    with agreement(comm, "save", "do the same on every rank before it", phase="making the folder") as told:
+        yield
+        told += getattr(source, "unsettled", list)()
 
 
 def collect(source: Saveable) -> list[NamedShard]:

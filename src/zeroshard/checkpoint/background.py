@@ -41,7 +41,7 @@ from zeroshard.checkpoint.api import Facts, Saveable
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
 from zeroshard.checkpoint.host_copies import HostCopies, HostMemory
 from zeroshard.comm import CONTROL, Communicator, labelled
-from zeroshard.comm.agree import agreement, first_message
+from zeroshard.comm.agree import first_message
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.comm.streams import ByDevice
 from zeroshard.named_shards import NamedShard
@@ -145,7 +145,7 @@ class BackgroundSaver:
         call_of_every_rank(comm, "BackgroundSaver.start")
         self._pending = pending = _Pending(Saved(path, step), api.facts_of(path, source, step, extra), began)
         try:
-            with agreement(comm, phase="making the folder"):
+            with api.making_folder(comm, source):
                 if comm.rank == 0:
                     self._require_folder()
                     store.begin(path)

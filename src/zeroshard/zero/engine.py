@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -216,27 +217,33 @@ class Zero(Engine):
         """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""
         return nullcontext() if last or self.accumulate == "sharded" else self.no_sync()
 
-    @by_every_rank
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(  # ty: ignore[incompatible-method-override]
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
         Args:
             max_norm: the bound; as in torch, gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is < 1.
             norm_type: p of the p-norm; a positive number or inf.
+            error_if_nonfinite: as in torch, raise if the norm is NaN or inf, on every rank, before gradients are scaled
+                or weights change; the host then waits for a GPU.
 
         Returns:
             0-dim: the norm before clipping, over all ranks and shards; tied parameters count once, frozen ones
             never; 0.0 without gradients. The same bits on each rank and at each stage.
 
         Raises:
-            RuntimeError: gradients that accumulated under `no_sync` have not been reduced yet.
+            RuntimeError: gradients that accumulated under `no_sync` have not been reduced yet; the norm is NaN or inf.
             ValueError: ``norm_type`` is not positive.
         """
         norm_type = float(norm_type)  # "inf" too, as in torch
         if not norm_type > 0:
             raise ValueError(f"norm_type: {norm_type} is not a positive number; use 1, 2, 3 or inf")
+        raises = bool(error_if_nonfinite)
+        self._runtime.collectives.note_call(f"Zero.clip_grad_norm_({float(max_norm)}, {norm_type}, {raises})")
         self._runtime.require_reduced("clip_grad_norm_")
-        return super().clip_grad_norm_(float(max_norm), norm_type)
+        check = partial(guards.require_finite, self._runtime, norm_type) if raises else Tensor.detach
+        return super().clip_grad_norm_(float(max_norm), norm_type, check)
 
     @by_every_rank
     def full_grads(self) -> dict[str, Tensor | None]:
@@ -395,6 +402,10 @@ class Zero(Engine):
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Return every optimizer's param groups as JSON can hold them, with names of parameters; alike on all ranks."""
         return [named_group(group, names) for group, names in self._optimizers.param_groups(self.model)]
+
+    def unsettled(self) -> list[str]:
+        """Return calls and writes of this rank that ranks have not compared yet; a save compares them."""
+        return list(self._runtime.collectives.calls)
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the settings that `named_param_groups` returned, to each group that has the same parameters."""

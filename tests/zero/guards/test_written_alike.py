@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from nets import Net, rows
-from zeroshard.comm import run_threads
+from zeroshard.comm import PeerError, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 WORLD_SIZE = 2
@@ -104,6 +105,93 @@ def test_what_every_rank_writes_alike_counts(stage):
     for trained in run_threads(go, WORLD_SIZE):
         for name, value in net.state_dict().items():
             torch.testing.assert_close(trained[name], value)
+
+
+def halve(net):
+    with torch.no_grad():
+        net.last.weight.mul_(0.5)
+
+
+def halve_data(net):
+    net.last.weight.data.mul_(0.5)
+
+
+def assign_half(net):
+    net.last.weight.data = net.last.weight.data * 0.5
+
+
+LATE = [  # what ranks cannot compare before the step
+    ("before forward", halve_data),
+    ("before backward", halve_data),
+    ("before step", halve),
+    ("before step", halve_data),
+    ("before step", assign_half),
+]
+
+
+def late(stage, when, write, ranks, comm=None):
+    """Three steps, with the write in the second on these ranks (None: on the only one); the weights."""
+    net = Net()
+    rank = 0 if comm is None else comm.rank
+    if comm is not None:
+        zero = Zero(net, stage, comm=comm)
+    optim = torch.optim.SGD(net.parameters(), lr=0.1) if comm is None else zero.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(3):
+
+        def at(moment, step=step):
+            if step == 1 and moment == when and rank in ranks:
+                write(net)
+
+        at("before forward")
+        loss = net(rows(0)).sum()
+        at("before backward")
+        loss.backward()
+        at("before step")
+        optim.step()
+        optim.zero_grad()
+    return net.state_dict() if comm is None else zero.state_dict()
+
+
+@pytest.mark.parametrize("stage", UNSHARDED)
+@pytest.mark.parametrize(("when", "write"), LATE)
+def test_what_one_rank_alone_writes_before_its_step_is_named_at_the_next_backward(stage, when, write):
+    def go(comm):
+        with pytest.raises(PeerError) as error:
+            late(stage, when, write, {1}, comm)
+        return str(error.value)
+
+    one, other = run_threads(go, WORLD_SIZE)
+    assert one == other
+    assert "rank 0 made nothing more, rank 1 made a write to values of root with the digest " in one
+
+
+@pytest.mark.parametrize("stage", UNSHARDED)
+@pytest.mark.parametrize(("when", "write"), LATE)
+def test_what_every_rank_writes_then_counts(stage, when, write):
+    expected = late(stage, when, write, {0})
+    for trained in run_threads(lambda comm: late(stage, when, write, {0, 1}, comm), WORLD_SIZE):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value)
+
+
+@pytest.mark.parametrize("norms", [(0.01, None), (None, 0.01), (0.01, 0.02)])
+def test_at_stage_0_a_rank_that_clips_otherwise_is_named_at_the_next_backward_and_by_a_save(norms, tmp_path):
+    def go(comm):
+        net = Net()
+        zero = Zero(net, 0, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        net(rows(comm.rank)).sum().backward()
+        if norms[comm.rank] is not None:
+            zero.clip_grad_norm_(norms[comm.rank])
+        optim.step()
+        with pytest.raises(ValueError, match=r"^save: rank 0 has .*Zero.clip_grad_norm_"):
+            zeroshard.save(tmp_path / "save", zero, step=1)
+        with pytest.raises(PeerError, match=r"rank 0 made .*Zero.clip_grad_norm_\(0.0.*; do the same on every rank"):
+            net(rows(comm.rank)).sum().backward()
+        return True
+
+    assert run_threads(go, WORLD_SIZE) == [True, True]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("stage", UNSHARDED)

@@ -79,6 +79,14 @@ class FlatGrads(Gradients):
             return
         super().accumulate(slot, grad)
 
+    def local_grad(self, slots: Iterable[int]) -> Tensor | None:
+        """This rank's sum in the first of ``slots`` that has one to be reduced; None if none has."""
+        slot = next((slot for slot in slots if self.written[slot]), None)
+        if slot is None:
+            return None
+        self._copy_in()
+        return self._local_views()[slot]
+
     def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
         if not first:
             if self._scale_is_exact:

@@ -33,7 +33,7 @@ from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, Weights, WeightTransport
+from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, UNSHARDED, Weights, WeightTransport
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -106,6 +106,7 @@ class FlatParams(Weights):
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
         self.changes = ParamChanges(layout, self.params)
+        self._remember_values()
 
     # -- the life of weights ------------------------------------------------------------------------------------
 
@@ -117,13 +118,16 @@ class FlatParams(Weights):
             self.take_changes()
         self.show_as_current()
         super()._gather()
+        self._remember_values()
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and count writes into the parameters from then on."""
-        hidden = self.state is GATHERING
+        hidden, arrives = self.state is GATHERING, self.gather_in_flight
         super().wait_for_unshard()
         if hidden:
             self.changes.accept()
+        if arrives:
+            self._remember_values()
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
@@ -144,6 +148,7 @@ class FlatParams(Weights):
         self._drop_assigned()
         self.changes.accept()
         super().mark_stale()
+        self._remember_values()
         self.watch_reads()
 
     def gather_master(self) -> Tensor:
@@ -191,6 +196,28 @@ class FlatParams(Weights):
         """Whether a user has written into visible weights, as far as it leaves a trace, or assigned to a ``.data``."""
         return self.visible and (self.changes.written or bool(self.changes.elsewhere(self._views)))
 
+    @property
+    def has_untraced_writes(self) -> bool:
+        """Whether a user has written through ``.data``: [Note: Writes without a trace] in `param_changes`."""
+        return self.state is UNSHARDED and self.changes.differs(self.full)
+
+    def take_compared(self) -> None:
+        """Take writes that every rank has: their values were compared."""
+        self.take_changes(waits=False)
+        self.changes.accept()
+        self._remember_values()
+
+    def _remember_values(self) -> None:
+        """Remember some values if several ranks have unsharded, current weights that the host reads without waiting."""
+        if (
+            self.shard_params
+            or self.comm.world_size == 1
+            or self.full.device.type != "cpu"
+            or type(self.full) is not Tensor
+        ):
+            return
+        self.changes.remember(self.full if self.state is UNSHARDED else None)
+
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
         assert self.visible, "hidden parameters show NaN"
@@ -200,6 +227,7 @@ class FlatParams(Weights):
         with torch.no_grad():
             take_written(self.transport, self.master, self._written())
         self.changes.accept()
+        self._remember_values()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at = self._streams.mark()
         self.transport.invalidate()

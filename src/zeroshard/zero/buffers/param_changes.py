@@ -1,4 +1,11 @@
-"""What a user has done to the parameters of one buffer: written into them, or assigned a tensor to their ``.data``."""
+"""What a user has done to the parameters of one buffer: written into them, or assigned a tensor to their ``.data``.
+
+[Note: Writes without a trace]
+    Autograd counts no write through ``param.data``. So some values of each parameter are remembered where the engine
+    has written the weights, and compared before a step: `SAMPLED` elements, the first and the last among them, or all
+    of a smaller one. Only on the CPU: elsewhere the host would wait for the device. What the engine or a user writes
+    through a piece of the master is counted by the buffer's own version.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import all_in, as_plain, storage_id, versions_of
-from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.torch_internals import all_in, as_plain, storage_id, version_of, versions_of
+from zeroshard.zero.core.layout import FlatLayout, Slot
+
+SAMPLED = 16  # elements of a parameter that are compared
 
 
 class ParamChanges:
@@ -25,6 +34,8 @@ class ParamChanges:
     def __init__(self, layout: FlatLayout, params: Sequence[nn.Parameter]) -> None:
         self._layout, self._params = layout, params
         self._versions = self._count()
+        self._sampled: tuple[Tensor, Tensor] | None = None  # places of sampled elements in the buffer, and their values
+        self._seen: tuple[int, bytes] | None = None  # version of the buffer, and the sampled values then
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of one of the parameters."""
@@ -42,6 +53,24 @@ class ParamChanges:
     def _count(self) -> int:
         with as_plain():
             return versions_of(self._params)
+
+    def remember(self, full: Tensor | None) -> None:
+        """Remember values of the buffer as the engine's; None: they are about to change."""
+        self._seen = None if full is None else self._sample(full)
+
+    def differs(self, full: Tensor) -> bool:
+        """Whether values of the buffer have changed by a write that left no trace: [Note: Writes without a trace]."""
+        if self._seen is None or version_of(full) != self._seen[0]:
+            return False
+        return self._sample(full) != self._seen
+
+    def _sample(self, full: Tensor) -> tuple[int, bytes]:
+        if self._sampled is None:
+            places = [place for slot in self._layout.slots for place in _sampled(slot)]
+            self._sampled = torch.tensor(places, dtype=torch.int64), full.new_empty(len(places))
+        places, values = self._sampled
+        torch.index_select(full, 0, places, out=values)
+        return version_of(full), values.view(torch.uint8).numpy().tobytes()
 
     def elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
@@ -103,3 +132,9 @@ class ParamChanges:
             f"{name}: weights were written to while they were sharded or older than the last step; "
             "do it inside zero.full_params(write_back=True)"
         )
+
+
+def _sampled(slot: Slot) -> list[int]:
+    """The places in the buffer of the elements of a slot that are compared, evenly far from each other."""
+    last, num = slot.numel - 1, min(slot.numel, SAMPLED)
+    return [slot.offset + (last * n // (num - 1) if num > 1 else 0) for n in range(num)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.core.units import Group, Named, Unit, groups_of, partition
 
+Check = Callable[[Tensor], Tensor]  # returns a norm, or raises
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that an engine was made for
 
 
@@ -93,15 +94,15 @@ class Engine:
         homes = {param: (each, slot) for each in self.passes.groups() for slot, param in enumerate(each.params.params)}
         return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, **settings)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, check: Check = Tensor.detach) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before it. Collective.
 
-        0-dim, of float64 if a parameter is. The same bits on each rank and at each stage.
+        0-dim, of float64 if a parameter is. The same bits on each rank and at each stage. ``check`` may refuse it.
         """
         groups = [group for group in self.passes.groups() if any(group.grads.used)]
         buffers = [group.grads for group in groups]
         device = next((each.device for each in buffers), torch.device("cpu"))
-        norm = global_norm(buffers, self.passes.rank_groups.shard_group, norm_type, device)
+        norm = check(global_norm(buffers, self.passes.rank_groups.shard_group, norm_type, device))
         clip_(buffers, norm, max_norm)
         return norm if any(group.params.dtype == torch.float64 for group in groups) else norm.to(torch.float32)
 

@@ -56,8 +56,7 @@ class Passes(Generic[U, AnyGroup]):
     def __init__(self, root: U, units: list[U], ranks: RankGroups, strategy: ShardingStrategy, prefetch: int) -> None:
         self.root, self.units, self.order, self.prefetch = root, units, list(units), prefetch
         self.rank_groups, self.comm = ranks, ranks.world
-        self.sync = True
-        self.forward = Forward()
+        self.sync, self.forward = True, Forward()
         self.backward = cast("Cursor | None", None)
         self._ran: dict[U, None] = {}  # units in order of their first call in the forward
         self._num_gathered = len(units)  # how many units of the order the forward has gathered
@@ -72,8 +71,7 @@ class Passes(Generic[U, AnyGroup]):
     def apply_strategy(self, strategy: ShardingStrategy) -> None:
         """Shard weights and gradients as this row of the stage table says."""
         several = self.rank_groups.shard_group.world_size > 1
-        self.shard_params = strategy.params is SHARD and several
-        self.shard_grads = strategy.grads is SHARD and several
+        self.shard_params, self.shard_grads = several and strategy.params is SHARD, several and strategy.grads is SHARD
         self.reshard_after_forward = strategy.reshard_after_forward
         # Stale weights that stay unsharded need no more memory if they are gathered at once.
         self.num_ahead = self.prefetch if self.shard_params else len(self.order)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.guards.module_refusals import ModuleRefusals
+from zeroshard.zero.guards.non_finite import NonFiniteGrads
+from zeroshard.zero.guards.non_finite import require_finite as require_finite
 from zeroshard.zero.guards.outdated import WatchedReads
 from zeroshard.zero.guards.pass_refusals import PassRefusals
 
@@ -17,6 +19,6 @@ def install(engine: Zero) -> ModuleRefusals:
     """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
     runtime, optimizers = engine._runtime, engine._optimizers
     runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
-    runtime.observer = PassRefusals(runtime)
+    runtime.observer, runtime.local_grads = PassRefusals(runtime), NonFiniteGrads(runtime)
     runtime.weights.watch_reads(WatchedReads(runtime.weights))
     return ModuleRefusals(engine.model, runtime, optimizers)

@@ -8,19 +8,25 @@
     all of them raise, before any step. Steps are in the digest too: if one rank runs more backwards than the others
     before its step, their reductions are paired nevertheless, and at stage 0 the ranks' weights would differ. So are
     the optimizers' classes and settings, as they are at each step and at the end of each backward: no collective would
-    fail if ranks stepped with different learning rates. What one rank alone writes into weights, or each rank with
-    random numbers of its own, no collective would notice either: weights that any rank has written to are compared.
+    fail if ranks stepped with different learning rates, or if one rank alone clipped its gradients at stage 0. What one
+    rank alone writes into weights, or each rank with random numbers of its own, no collective would notice either:
+    weights that any rank has written to are compared. If it did so between a backward and the step, their digest is in
+    the next message, as the step has changed them by then.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 
 from zeroshard.changed_values import bit_sums
-from zeroshard.comm.agree import agreement, both_ends, digest_of, is_one, maxima, require_same, send_bytes
+from zeroshard.comm import PeerError
+from zeroshard.comm.agree import agreement, both_ends, digest_of, first_other, is_one, maxima, require_same, send_bytes
+from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.torch_internals import as_plain
+from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
@@ -60,6 +66,18 @@ class CollectiveOrder(Agreement):
             self._note_settings()
             self._at_step = self._now
 
+    def note_call(self, what: str) -> None:
+        """Record that this rank has made a call that every rank must make with the same arguments."""
+        if self.comm.world_size > 1:
+            call_of_every_rank(self.comm, what)
+            self.calls.append(what)
+            self._settings_digest = digest_of(self._settings_digest + what.encode())
+
+    def note_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """Record what this rank has written to the groups' unsharded weights."""
+        for group in groups:
+            self.note_call(f"a write to {_values_of(group.params)}")
+
     def _note_settings(self) -> None:
         self._now = self._settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
@@ -70,6 +88,7 @@ class CollectiveOrder(Agreement):
         Raises:
             RuntimeError: ranks that gather together have issued different gathers, or stepped at different backwards;
                 on each of them. [Note: Diverged]
+            PeerError: ranks have made different calls since the last backward, or written other values to weights.
             ValueError: ranks have different optimizers or settings of optimizers; on each of them.
         """
         if self.comm.world_size == 1:
@@ -80,11 +99,13 @@ class CollectiveOrder(Agreement):
             agreed = maxima(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
             self._require_same_settings(agreed[len(flags) :])
             if not is_one(agreed[len(flags) :]):
+                self._require_same_calls()
                 self._raise_divergence()
         else:  # replicas may issue different gathers
             agreed = maxima(self.comm, [*flags, *both_ends(self._settings_digest)])
             self._require_same_settings(agreed[len(flags) :])
             if not is_one(agreed[len(flags) :]):
+                self._require_same_calls()
                 self._forget()
                 raise RuntimeError(_STEPS)
             if not is_one(maxima(self._gathering, both_ends(digest_of(gathers)))):
@@ -93,7 +114,10 @@ class CollectiveOrder(Agreement):
         return [bool(flag) for flag in agreed[: len(flags)]]
 
     def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
-        """Raise ValueError on every rank if unsharded weights of the groups differ between ranks. Collective."""
+        """Raise ValueError on every rank if unsharded weights of the groups differ between ranks. Collective.
+
+        Otherwise the engine takes what was written.
+        """
         if self.comm.world_size == 1:
             return
         weights = [group.params for group in groups]
@@ -103,13 +127,10 @@ class CollectiveOrder(Agreement):
         ) as lines:
             for each, flag in zip(weights, stale, strict=True):
                 if not flag:
-                    with as_plain():  # what parameters show: an assigned ``.data`` is not in the buffer yet
-                        shown = [param.detach().reshape(-1) for param in each.params]
-                    sums = b"".join(bit_sums(values).cpu().numpy().tobytes() for values in shown)
-                    lines.append(f"values of {each.name} with the digest {digest_of(sums).hex()}")
+                    lines.append(_values_of(each))
 
     def _forget(self) -> None:
-        self._log = OperationLog(REMEMBERED)
+        self._log, self.calls = OperationLog(REMEMBERED), []
         self._settings_digest = b""
         self._at_step = None
 
@@ -119,6 +140,19 @@ class CollectiveOrder(Agreement):
         except ValueError:
             self._forget()
             raise
+
+    def _require_same_calls(self) -> None:
+        """Raise PeerError if ranks have made different calls. Collective."""
+        found = first_other(self.comm, json.dumps(self.calls))
+        if found is None:
+            return
+        self._forget()
+        rank, ours, theirs = found[0], json.loads(found[1]), json.loads(found[2])
+        one, other = next(pair for pair in zip_longest(ours, theirs, fillvalue=_NOTHING) if pair[0] != pair[1])
+        raise PeerError(
+            f"backward: ranks diverged: since the last backward rank 0 made {one}, rank {rank} made {other}; "
+            "do the same on every rank, with the same values"
+        )
 
     def _raise_divergence(self) -> None:
         """Raise with the first gather or step that differs between the first rank and this one. Collective."""
@@ -139,3 +173,14 @@ class CollectiveOrder(Agreement):
             f"backward: ranks called units a different number of times or in a different order ({what}), so a gather "
             "may have brought the wrong unit's weights; call units in the same order on every rank, or choose stage 2"
         )
+
+
+def _values_of(weights: FlatParams) -> str:
+    """Describe the values of unsharded weights by a digest of what parameters show.
+
+    An assigned ``.data`` is not in the buffer yet.
+    """
+    with as_plain():
+        shown = [param.detach().reshape(-1) for param in weights.params]
+    sums = b"".join(bit_sums(values).cpu().numpy().tobytes() for values in shown)
+    return f"values of {weights.name} with the digest {digest_of(sums).hex()}"

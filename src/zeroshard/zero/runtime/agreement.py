@@ -18,16 +18,26 @@ class Agreement:
 
     Args:
         rank_groups: the communicators of all ranks (`world`) and of the ranks that gather together (`shard_group`).
+
+    Attributes:
+        calls: what was noted since ranks agreed, and may be different on other ranks.
     """
 
     def __init__(self, rank_groups: RankGroups) -> None:
         self.comm, self._gathering = rank_groups.world, rank_groups.shard_group
+        self.calls: list[str] = []
 
     def note_gather(self, unit: Unit) -> None:
         """This rank has issued a gather of the unit's weights."""
 
     def note_step(self) -> None:
         """This rank has stepped an optimizer."""
+
+    def note_call(self, what: str) -> None:
+        """This rank has made a call that every rank must make with the same arguments."""
+
+    def note_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """This rank has written to the unsharded weights of these groups, and steps before they are compared."""
 
     def agree_on_units(self, units: list[Unit], ran: list[Unit]) -> list[Unit]:
         """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""

@@ -61,6 +61,30 @@ class PassObserver:
         """``what`` needs gradients that are complete, and reduced over ranks."""
 
 
+class LocalGrads:
+    """Is told of this rank's own gradients, and looks at none; `zeroshard.zero.guards.non_finite` does."""
+
+    def before_reduce(self, unit: Unit) -> None:
+        """The unit's gradients are about to be reduced."""
+
+    def found(self) -> bool:
+        """Whether there is something that other ranks must hear of."""
+        return False
+
+    def agreed(self, found: bool) -> None:
+        """Whether some rank has ``found`` something. Collective, if one has."""
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have found something in the gradients that are there now. Collective."""
+        return []
+
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
+
+    def cleared(self) -> None:
+        """Gradients were cleared."""
+
+
 class Runtime(Passes[Unit, FlatGroup]):
     """Receives the events of the module hooks and acts on them.
 
@@ -75,6 +99,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
         observer: is told of forwards and gradients, and may refuse them.
+        local_grads: looks at this rank's own gradients before they are reduced.
         may_have_read_stale: units whose weights this forward may have read before they were gathered, as far as the
             observer knows; a unit that is called leaves it.
         weights: the unsharded weights of all units: gathers and frees them, keeps them for `full_params`.
@@ -105,6 +130,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.before_forward: Callable[[], None] = lambda: None
         self.complete_step: Callable[[], None] = lambda: None
         self.observer, self.may_have_read_stale = PassObserver(), set[Unit]()
+        self.local_grads = LocalGrads()
         self._order_agreed = False
         self._called_by_parts: dict[Unit, None] = {}  # no hook frees their weights: only their submodules were called
         self._grad_hooks = GradHooks(self)
@@ -292,6 +318,8 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def _take_turn(self, backward: BackwardPass, op: Op) -> None:
         if op.action == "reduce":
+            if self.sync:
+                self.local_grads.before_reduce(self.root if op.place == ROOT else self.order[op.place])
             super()._take(op)
             return
         unit = self.order[op.place]
@@ -365,16 +393,21 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.collectives = self.weights.collectives = collectives
 
     def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """Also which modules' buffers (see `module_buffers`) and which weights any rank has written to.
+        """Also whether gradients are NaN/Inf, and which buffers of modules and which weights any rank has written to.
 
         Sharded weights are written to in `full_params` alone, which compares them itself.
         """
         groups = [] if self.shard_params else list(self.groups())
         written = [group.params.has_writes for group in groups]
-        agreed = self.collectives.agree_on_flags([*flags, *written, *self._buffers.changed()])
+        found, *agreed = self.collectives.agree_on_flags(
+            [self.local_grads.found(), *flags, *written, *self._buffers.changed()]
+        )
+        self.local_grads.agreed(found)
         changed = [group for group, flag in zip(groups, agreed[len(flags) :], strict=False) if flag]
         if changed:
             self.collectives.require_same_weights(changed)
+            for group in changed:
+                group.params.take_compared()
         self._buffers_changed = agreed[len(flags) + len(written) :]
         return agreed[: len(flags)]
 
@@ -386,6 +419,12 @@ class Runtime(Passes[Unit, FlatGroup]):
             self._begin_backward(None)
         if self.may_have_read_stale:
             self.observer.grad_arrives(group)
+
+    def note_writes(self) -> None:
+        """Have ranks compare, at the next backward, what was written into unsharded weights since the last one."""
+        if not self.shard_params and self.comm.world_size > 1:
+            groups = [group for group in self.groups() if group.params.has_writes or group.params.has_untraced_writes]
+            self.collectives.note_writes(groups)
 
     def take_changes(self, *, waits: bool = True) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `flat_params`."""
@@ -409,6 +448,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""
         if params is None and self.backward is not None and self.backward.failed:
             self._forget_backward()
+        self.local_grads.cleared()
         if params is not None and len(params) == sum(len(group.params.params) for group in self.groups()):
             params = None  # all of them: no need to look up each
         for group in self.groups():

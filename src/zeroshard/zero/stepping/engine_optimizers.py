@@ -242,10 +242,12 @@ class EngineOptimizers:
         self._runtime.require_unpinned("step")
         self.require_weights("step")
         self.require_same_model()
+        self._runtime.note_writes()
         self._runtime.take_changes(waits=False)
         self._require_own_grads(members)
         for observer in self.observers:
             observer.before_step(members)
+        self._runtime.local_grads.before_step()
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
