@@ -5,6 +5,7 @@ Tests of each are those of the feature that uses it: if torch drops a name, this
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,7 +42,17 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(run: Callable[[], None]) -> None:
-    """Call ``run`` when the backward that runs now is over. No public way; DDP and FSDP2 use this one."""
+    """Call ``run`` when the backward that runs now is over. No public way; DDP and FSDP2 use this one.
+
+    Raises:
+        RuntimeError: compiled autograd runs it: it forgets such calls where they come from code that is not compiled.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise RuntimeError(
+            "backward: compiled autograd does not tell when a backward is over, and gradients would stay unreduced; "
+            "leave torch._dynamo.config.compiled_autograd off (torch.compile works without it)"
+        )
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 

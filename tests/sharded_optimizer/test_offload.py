@@ -18,6 +18,7 @@ from zero.offload.test_offload import same
 from zero.offload.test_races import Bus, Pages, tensors
 from zeroshard.comm import LocalCommunicator, run_threads, streams
 from zeroshard.errors import UserError
+from zeroshard.finalizers import settle
 from zeroshard.sharded_optimizer import away
 from zeroshard.zero import Offload, ShardedOptimizer
 from zeroshard.zero.offload import disk
@@ -141,6 +142,7 @@ def test_the_bits_are_those_without_offloading(
     for mine, theirs in zip(found, expected, strict=True):
         assert same(mine, theirs)
     gc.collect()
+    settle()
     assert not list(tmp_path.iterdir())
 
 

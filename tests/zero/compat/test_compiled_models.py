@@ -1,6 +1,7 @@
 """`torch.compile` of blocks and of whole models: what is in the graphs, and that hooks are outside of them."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -176,3 +177,22 @@ def test_one_graph_of_a_whole_model_is_refused_with_the_way_out():
     Zero(net, 3, comm=NullCommunicator(2), units=list(net.blocks))
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile blocks instead, by block\.compile\(\)"):
         torch.compile(net, backend="eager", fullgraph=True)(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_compiled_autograd_is_refused_in_backward(in_step):
+    """It drops calls that were asked for at the end of a backward by hooks that are not compiled."""
+    net = Net(2)
+    Zero(net, 2, comm=NullCommunicator(2), units=list(net.blocks))
+
+    def step(x):
+        net(x).sum().backward()
+
+    with ExitStack() as stack:
+        if in_step:
+            stack.enter_context(torch._dynamo.config.patch(compiled_autograd=True))
+            step = torch.compile(step, backend="eager")
+        else:
+            stack.enter_context(torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")))
+        with pytest.raises(RuntimeError, match=r"^backward: compiled autograd does not .*compiled_autograd off"):
+            step(torch.ones(4, 6))

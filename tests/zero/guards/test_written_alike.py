@@ -224,3 +224,40 @@ def test_a_load_that_would_round_the_master_weights_is_refused():
                 part.load_state_dict(part.state_dict())
 
     run_threads(go, WORLD_SIZE)
+
+
+def own_means(net, rank):
+    params = list(net.parameters())
+    grads = torch.autograd.grad(net(rows(rank)).square().mean(), params)
+    return list(zip(params, grads, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_assigned_are_the_same_on_every_rank_or_refused(stage):
+    """`backward` averages; what is assigned is taken as it is: a rank's own mean would count in its part alone."""
+
+    def go(comm):
+        net = Net()
+        zero = Zero(net, stage, comm=comm)
+        optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+        with zero.full_params():
+            means = own_means(net, comm.rank)
+        for param, grad in means:
+            param.grad = grad
+        what = r"^param.grad: rank 0 has first.weight.grad assigned .*; backward\(\) averages .* by torch.distributed"
+        with pytest.raises(ValueError, match=what):
+            optim.step()
+        for param, grad in means:
+            comm.all_reduce(grad).wait()
+            param.grad = grad / WORLD_SIZE
+        optim.step()
+        return zero.state_dict()
+
+    net = Net()
+    for rank in range(WORLD_SIZE):
+        for param, grad in own_means(net, rank):
+            param.grad = grad / WORLD_SIZE + (0 if param.grad is None else param.grad)
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    for trained in run_threads(go, WORLD_SIZE):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(trained[name], value)

@@ -116,18 +116,21 @@ class FlatParams(Weights):
             self.changes.refuse_touched(self.name, self._hidden, self.placeholder)
         elif self.readable:
             self.take_changes()
-        self.show_as_current()
         super()._gather()
+        if not self.gather_in_flight:
+            self.show_as_current()
         self._remember_values()
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, and count writes into the parameters from then on."""
-        hidden, arrives = self.state is GATHERING, self.gather_in_flight
+        if not self.gather_in_flight:
+            return
+        self.show_as_current()  # until now reads were watched: they find NaN, or values that are being replaced
+        hidden = self.state is GATHERING
         super().wait_for_unshard()
         if hidden:
             self.changes.accept()
-        if arrives:
-            self._remember_values()
+        self._remember_values()
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""

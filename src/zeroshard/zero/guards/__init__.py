@@ -20,5 +20,5 @@ def install(engine: Zero) -> ModuleRefusals:
     runtime, optimizers = engine._runtime, engine._optimizers
     runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
     runtime.observer, runtime.local_grads = PassRefusals(runtime), NonFiniteGrads(runtime)
-    runtime.weights.watch_reads(WatchedReads(runtime.weights))
+    runtime.weights.watch_reads(WatchedReads(runtime))
     return ModuleRefusals(engine.model, runtime, optimizers)

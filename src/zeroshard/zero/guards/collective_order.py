@@ -20,6 +20,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
+from torch import Tensor
+
 from zeroshard.changed_values import bit_sums
 from zeroshard.comm import PeerError
 from zeroshard.comm.agree import agreement, both_ends, digest_of, first_other, is_one, maxima, require_same, send_bytes
@@ -113,6 +115,14 @@ class CollectiveOrder(Agreement):
         self._forget()
         return [bool(flag) for flag in agreed[: len(flags)]]
 
+    def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise ValueError on every rank if ranks have assigned different gradients. Collective."""
+        todo = "backward() averages gradients over ranks; average what you assign by torch.distributed.all_reduce"
+        if self.comm.world_size > 1:
+            with agreement(self.comm, "param.grad", todo) as lines:
+                for name, grad in grads:
+                    lines.append(f"{name}.grad assigned with the digest {_digest([grad])}")
+
     def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
         """Raise ValueError on every rank if unsharded weights of the groups differ between ranks. Collective.
 
@@ -181,6 +191,9 @@ def _values_of(weights: FlatParams) -> str:
     An assigned ``.data`` is not in the buffer yet.
     """
     with as_plain():
-        shown = [param.detach().reshape(-1) for param in weights.params]
-    sums = b"".join(bit_sums(values).cpu().numpy().tobytes() for values in shown)
-    return f"values of {weights.name} with the digest {digest_of(sums).hex()}"
+        return f"values of {weights.name} with the digest {_digest(weights.params)}"
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    sums = (bit_sums(each.detach().reshape(-1)) for each in tensors)
+    return digest_of(b"".join(each.cpu().numpy().tobytes() for each in sums)).hex()

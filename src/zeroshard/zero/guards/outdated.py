@@ -1,13 +1,14 @@
 """Detect reads of parameters that are outdated, because they are older than the last optimizer step or sharded.
 
 [Note: Read between steps]
-    Between an optimizer step and the next forward, a parameter that is refreshed lazily holds old values, or NaN.
-    During that time its class is a subclass of its original class, with a ``__torch_function__`` that detects every
-    operation that reads values: the engine then gathers the weights, as the next forward would have done, and restores
-    the original class. Sharded parameters outside of forward and backward are watched in the same way: a read warns
-    and finds NaN, and a write raises, also through ``.data`` or a view, because it would be lost. Operations that read
-    no values (shape, dtype, ``grad``, flags, hooks) pass through. A view or a ``.data`` that was taken before the step
-    is another tensor, and reads of it are not detected.
+    From an optimizer step until the next forward has waited for its gather, a parameter that is refreshed lazily holds
+    old values, or NaN. During that time its class is a subclass of its original class, with a ``__torch_function__``
+    that detects every operation that reads values: the engine then gathers the weights, as the next forward would have
+    done, and restores the original class. Sharded parameters are watched in the same way. A read of them in a forward
+    or backward, outside of the call of their unit, gathers them, as the call of a part of the unit does; elsewhere it
+    warns and finds NaN, and a write raises, also through ``.data`` or a view, because it would be lost. Operations that
+    read no values (shape, dtype, ``grad``, flags, hooks) pass through. A view or a ``.data`` that was taken before the
+    step is another tensor, and reads of it are not detected.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from zeroshard.torch_internals import (
 from zeroshard.zero.buffers.flat_params import FlatParams, Reads
 from zeroshard.zero.core.weights import SHARDED
 from zeroshard.zero.runtime.module_hooks import NO_COPY
-from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
+from zeroshard.zero.runtime.runtime import Runtime
 
 
 class WatchedReads(Reads):
     """Watches reads of the weights of one engine: [Note: Read between steps]."""
 
-    def __init__(self, weights: UnshardedWeights) -> None:
-        self._weights = weakref.ref(weights)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
         self._watches: weakref.WeakKeyDictionary[FlatParams, dict[bool, Watch]] = weakref.WeakKeyDictionary()
         self._warned = False
 
@@ -47,27 +48,29 @@ class WatchedReads(Reads):
         """Before a read of these parameters bring all weights up to date."""
         sharded, watches = weights.state is SHARDED, self._watches.setdefault(weights, {})
         if sharded not in watches:
-            watches[sharded] = Watch(_reader(weakref.ref(self)), weights.changes.name_of if sharded else None)
+            read = _reader(weakref.ref(self), weakref.ref(weights))
+            watches[sharded] = Watch(read, weights.changes.name_of if sharded else None)
         watches[sharded].mark(weights.params)
 
     def unwatch(self, params: Iterable[nn.Parameter]) -> None:
         """Watch reads of these parameters no more."""
         unmark(params)
 
-    def bring_up_to_date(self) -> None:
-        """Gather stale weights, because one of them is about to be read.
+    def bring_up_to_date(self, params: FlatParams) -> None:
+        """Gather stale weights, because some of these are about to be read.
 
         These are the gathers, in their order, with which the next forward begins: a rank that reads alone blocks until
-        the other ranks begin that forward. At stage 3 weights stay sharded, and a warning says so once.
+        the other ranks begin that forward. At stage 3 these weights alone are gathered in a forward or backward, and
+        elsewhere they stay sharded, and a warning says so once.
         """
-        weights = self._weights()
-        if weights is None:
+        runtime = self._runtime()
+        if runtime is None:
             return
-        if not weights.shard_params:
-            weights.unshard_all()
+        if not runtime.weights.shard_params:
+            runtime.weights.unshard_all()
         elif compiler_looks():  # dynamo reads no values
-            weights.show_as_current()
-        elif not self._warned:
+            runtime.weights.show_as_current()
+        elif not runtime.read_in_pass(params) and not self._warned:
             self._warned = True
             warnings.warn(
                 "model: weights are read outside of forward and backward, where they are sharded and show NaN; "
@@ -76,11 +79,11 @@ class WatchedReads(Reads):
             )
 
 
-def _reader(this: weakref.ref[WatchedReads]) -> Callable[[], None]:
+def _reader(this: weakref.ref[WatchedReads], params: weakref.ref[FlatParams]) -> Callable[[], None]:
     def read() -> None:
-        reads = this()
-        if reads is not None:
-            reads.bring_up_to_date()
+        reads, read_ones = this(), params()
+        if reads is not None and read_ones is not None:
+            reads.bring_up_to_date(read_ones)
 
     return read
 

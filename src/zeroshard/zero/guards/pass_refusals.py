@@ -6,40 +6,26 @@ import weakref
 
 import torch
 
-from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.runtime.runtime import PassObserver, Runtime
 
 
 class PassRefusals(PassObserver):
-    """Refuses gradients that are gone, incomplete or not reduced, and those of outdated weights."""
+    """Refuses gradients that are gone, incomplete or not reduced, and those of outdated views."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
 
     def forward_ends(self) -> None:
-        """Record units that were not called while their stale weights were being refreshed: forward may have read them.
+        """Let autograd refuse a backward through views of weights from before the step, whose gather ends only now.
 
-        A read without a module's call has seen stale values: the new version lets autograd detect that.
+        Nobody has read the parameters themselves: [Note: Read between steps] in `outdated`.
         """
         runtime = self._runtime()
         if runtime is None or runtime.shard_params or not torch.is_grad_enabled():
             return
         for unit in runtime.order:
-            if not runtime.has_called(unit) and unit.gather_in_flight:
+            if unit.gather_in_flight:
                 torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
-                runtime.may_have_read_stale.add(unit)
-
-    def grad_arrives(self, group: FlatGroup) -> None:
-        """Raise RuntimeError if forward may have read stale weights of the group's unit."""
-        runtime = self._runtime()
-        assert runtime is not None
-        unit = next((unit for unit in runtime.may_have_read_stale if group in unit.groups), None)
-        if unit is not None:
-            raise RuntimeError(
-                f"{unit.name}: its parameters have gradients, but neither it nor a module in it was called, so nothing "
-                "waited for their gather and forward may have read weights from before the step; call the module, or "
-                "leave it out of Zero(units=...)"
-            )
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are gone, incomplete, not reduced yet, or were never reduced.

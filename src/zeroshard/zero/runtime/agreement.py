@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.agree import maxima, of_first_rank
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
@@ -56,6 +57,9 @@ class Agreement:
     def agree_on_flags(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether any rank has set it. Collective."""
         return flags if self.comm.world_size == 1 else [bool(flag) for flag in maxima(self.comm, flags)]
+
+    def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """The user has assigned these tensors, of any shape, to ``param.grad``: ``(name, tensor)``. Collective."""
 
     def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
         """Some rank has written in place to the weights of these groups. Collective."""

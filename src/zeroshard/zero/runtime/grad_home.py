@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Protocol
 
@@ -19,6 +20,9 @@ class GradTaker(Protocol):
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are not reduced yet, or lack an autograd graph that they would need."""
+
+    def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise ValueError if ranks have assigned different gradients, ``(name, tensor)`` each. Collective."""
 
     def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
         """Clear the gradients of the group's parameters in these slots."""

@@ -94,6 +94,10 @@ class GradHooks:
                 for each in self._hooked
                 if (grad := each.param.grad) is not (each.grad if each.group.grads.used[each.slot] else None)
             ]
+        taker = self._taker()
+        given = [(each.name, grad) for each, grad in found if grad is not None and not isinstance(grad, ShardedGrad)]
+        if given and taker is not None:
+            taker.require_same_grads((name, _dense(grad)) for name, grad in given)
         for param_grad, grad in found:
             if grad is None:
                 param_grad.clear()
@@ -155,13 +159,15 @@ class ParamGrad:
         if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # its own gradient, detached
             self.show()
             return
-        full = grad.full_tensor() if isinstance(grad, ShardedGrad) else grad.detach()
-        if full.is_sparse:
-            full = full.to_dense()
+        full = grad.full_tensor() if isinstance(grad, ShardedGrad) else _dense(grad)
         start, stop = own_slice(self._home)
         self.group.grads.put(self.slot, full.reshape(-1)[start:stop])
         self.group.expose_grads()
         self.show()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.detach().to_dense() if grad.is_sparse else grad.detach()
 
 
 def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[[Tensor], None]:

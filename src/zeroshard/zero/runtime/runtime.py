@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
 from zeroshard.torch_internals import in_backward
+from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
 from zeroshard.zero.core.schedule import ROOT, Op, backward_ops
@@ -52,10 +53,7 @@ class PassObserver:
     """Is told of an engine's forwards and gradients, and refuses none; `zeroshard.zero.guards.pass_refusals` does."""
 
     def forward_ends(self) -> None:
-        """The model returns, before its weights are freed."""
-
-    def grad_arrives(self, group: FlatGroup) -> None:
-        """A gradient of the group is about to arrive; told only while `Runtime.may_have_read_stale` has units."""
+        """The model returns, before weights that no call has waited for are shown and freed."""
 
     def require_shown(self, what: str) -> None:
         """``what`` needs gradients that are complete, and reduced over ranks."""
@@ -100,8 +98,6 @@ class Runtime(Passes[Unit, FlatGroup]):
         before_forward: raises if this forward of the model would be wrong; called before it begins.
         observer: is told of forwards and gradients, and may refuse them.
         local_grads: looks at this rank's own gradients before they are reduced.
-        may_have_read_stale: units whose weights this forward may have read before they were gathered, as far as the
-            observer knows; a unit that is called leaves it.
         weights: the unsharded weights of all units: gathers and frees them, keeps them for `full_params`.
         forward, backward: as of `Passes`; after an exception the backward pass is left, and says that it has failed.
     """
@@ -129,8 +125,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         self.removed = self.unreduced = False
         self.before_forward: Callable[[], None] = lambda: None
         self.complete_step: Callable[[], None] = lambda: None
-        self.observer, self.may_have_read_stale = PassObserver(), set[Unit]()
-        self.local_grads = LocalGrads()
+        self.observer, self.local_grads = PassObserver(), LocalGrads()
         self._order_agreed = False
         self._called_by_parts: dict[Unit, None] = {}  # no hook frees their weights: only their submodules were called
         self._grad_hooks = GradHooks(self)
@@ -206,16 +201,13 @@ class Runtime(Passes[Unit, FlatGroup]):
         self._forget_backward()  # an exception may have ended one
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
-        self._called_by_parts, self.may_have_read_stale = {}, set()
+        self._called_by_parts = {}
         for unit in self.all_units():
             unit.entered = False
-        if self.shard_params:
-            self.weights.show_as_current()
         super()._begin_forward()
         self.forward = self._forwards.begin(grads=torch.is_grad_enabled())
 
     def _reach(self, unit: Unit) -> None:
-        self.may_have_read_stale.discard(unit)
         if self.gathers_behind:
             self._ran.setdefault(unit)
             self._gather_first(self.order.index(unit) + 1)
@@ -228,17 +220,14 @@ class Runtime(Passes[Unit, FlatGroup]):
             unit.keep_unsharded_after[self.forward.index] = self.forward
         if unit is self.root:
             self.observer.forward_ends()
-        elif (
-            self.gathers_behind and self.prefetch
-        ):  # before the unit is freed, whose last use its gather would wait for
-            self._gather_first(self.order.index(unit) + 2)
+        elif self.gathers_behind and self.prefetch:
+            self._gather_first(self.order.index(unit) + 2)  # before its last use ends, for which its gather would wait
         super().post_forward(unit, grads_flow=grads_flow)
         unit.entered = unit.num_running_forwards > 0
         if unit is self.root:
             self.forward.ends()
             for called_by_parts in self._called_by_parts:
                 self._free(called_by_parts)
-            self.weights.watch_freed()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
@@ -417,8 +406,6 @@ class Runtime(Passes[Unit, FlatGroup]):
         """Begin the backward pass, if none runs: a gradient of a parameter of the group is about to arrive."""
         if self.backward is None or self.backward.failed:
             self._begin_backward(None)
-        if self.may_have_read_stale:
-            self.observer.grad_arrives(group)
 
     def note_writes(self) -> None:
         """Have ranks compare, at the next backward, what was written into unsharded weights since the last one."""
@@ -436,13 +423,23 @@ class Runtime(Passes[Unit, FlatGroup]):
         self._grad_hooks.apply_assigned_grads()
         self.require_shown(what)
 
+    def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise ValueError if ranks have assigned different gradients, ``(name, tensor)`` each. Collective."""
+        self.collectives.require_same_grads(grads)
+
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are not reduced, lack a graph that is needed, or the engine was removed."""
         self.observer.require_shown(what)
 
-    def has_called(self, unit: Unit) -> bool:
-        """Whether this forward has called the unit."""
-        return unit in self._ran
+    def read_in_pass(self, params: FlatParams) -> bool:
+        """Code of the user's reads sharded weights outside of their unit's call: in a forward or backward gather them.
+
+        They are gathered as for a call of a part, on every rank alike. Returns whether a pass runs.
+        """
+        runs = bool(self.root.num_running_forwards) or in_backward()
+        if runs:
+            self.pre_forward_of_part(next(u for u in self.all_units() if any(g.params is params for g in u.groups)))
+        return runs
 
     def clear_grads(self, params: set[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Clear the gradients of ``params`` (None: of all), or set them to zero if ``set_to_none`` is False."""

@@ -95,17 +95,8 @@ class UnshardedWeights:
         needed = self.pinned or self.keep_unsharded_for_graph or unit.num_running_forwards or unit.keep_unsharded_after
         if self.shard_params and not needed:
             unit.reshard()
-            if not self._units[0].num_running_forwards:
-                self._watch(unit)
-
-    def watch_freed(self) -> None:
-        """Begin to watch for reads of weights that forward has freed, because the model has returned."""
-        for unit in self._units:
-            self._watch(unit)
-
-    def _watch(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.params.watch_reads()
+            for group in unit.groups:
+                group.params.watch_reads()
 
     def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return those of the tensors that share storage with weights that are freed after forward."""
@@ -174,7 +165,7 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.reads = self._reads
-        self.watch_freed()
+                group.params.watch_reads()
 
     def unshard_all(self) -> None:
         """Gather all weights that are stale, in the order of the next forward, and wait. Collective."""
