@@ -47,7 +47,13 @@ NODES = {
     "by nodes": MixedPrecision(gather="int8", reduce="int8", block=16, node_size=2),
     "by nodes, bf16 adds up": MixedPrecision(None, BF16, reduce="int4", node_size=4),
 }
-ALL = {**PRECISIONS, **WIRES, **NODES}
+KEPT = {
+    "bf16, MLPs in fp32": MixedPrecision(BF16, BF16, keep_in_fp32_modules=["MLP"]),
+    "wire int8, attention in fp32": MixedPrecision(
+        BF16, gather="int8", reduce="int8", block=16, keep_in_fp32_modules="Attention"
+    ),
+}
+ALL = {**PRECISIONS, **WIRES, **NODES, **KEPT}
 MODELS = {"gpt2-demo": {"n_head": 4, "n_embd": 36}, "llama-tiny": {"n_head": 4, "n_kv_head": 2, "n_embd": 32}}
 # Allocations that are not followed: one number where weights are freed, partial sums of a norm, the loss.
 PEAK_SLACK_BYTES = 2048
@@ -137,6 +143,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "world_size": (4,),
         "num_micro": (2,),
         "recomputed": ("full",),
+    },
+    "kept in fp32": {
+        "row": (*SHARDED, "3, copy"),
+        "accumulate": SUMS,
+        "precision": tuple(KEPT),
+        "world_size": (4,),
+        "name": tuple(MODELS),
+        "num_micro": (2,),
+        "offload": ("", "optimizer"),
     },
     "nodes": {
         "row": (*SHARDED, "3, copy"),
@@ -335,7 +350,7 @@ def _require_same(predicted, measured, categories=CATEGORIES):
 
 @pytest.mark.parametrize(("family", "settings"), list(_settings()))
 def test_a_step_sends_and_holds_what_was_planned(family, settings, monkeypatch, tmp_path):
-    if family in ("wires", "nodes", "copies"):
+    if family in ("wires", "nodes", "copies", "kept in fp32"):
         monkeypatch.setattr(precision_module, "EXACT_NUMEL", 64)  # or all of so small a model would travel as it is
     if "adapters" in family:
         pytest.importorskip("peft")

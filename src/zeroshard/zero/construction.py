@@ -23,6 +23,7 @@ from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
+from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.transport.members import ALL
@@ -158,11 +159,12 @@ def build_units(
         _log.info("Zero: %s", describe_units(model, [spec.module for spec in specs]))
 
     all_specs = [root_spec, *specs]
+    kept = kept_params(model, precision)
     numels = [sum(param.numel() for _, param in spec.params) for spec in all_specs]
     members = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
 
     def build(spec: UnitSpec, own: Members) -> Unit:
-        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own)
+        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own, kept)
         return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
 
     root = build(root_spec, members[0])

@@ -32,6 +32,7 @@ from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
+from zeroshard.zero.kept_modules import cast_around
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
@@ -157,6 +158,7 @@ class Zero(Engine):
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
         self._handles = [h for u in (root, *others) for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
+        self._handles += cast_around(model, self.precision)
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from zeroshard import rules
 from zeroshard.errors import UserError
@@ -15,6 +17,8 @@ from zeroshard.zero.core.precision import Precision
 
 EXACT_NUMEL = 4096
 """Elements of the smallest parameter that is sent in a wire format: a smaller one has few bytes to save."""
+Exemption = Literal["", "wire", "dtypes"]
+"""From what parts of a policy a parameter is exempt: nothing, wire formats, or these and other dtypes than its own."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,16 @@ class MixedPrecision(Precision):
             ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see
             `zeroshard.zero.transport.node_reduce`. None: each rank sends its gradients to every other in ``reduce``.
         rounding_seed: seed of the noise by which gradients are rounded stochastically.
+        keep_in_fp32_modules: modules whose parameters compute and are sent in fp32 all the same, without a wire format:
+            classes, their names, and paths in the model or ends of paths (``"wo"``, ``"mlp.gate"``). Their inputs are
+            cast to fp32, and their outputs back: see `zeroshard.zero.kept_modules`.
 
     Parameters with one dimension or none (norm weights, biases) or fewer than `EXACT_NUMEL` elements are sent without a
     wire format, in flat buffers of their own: there are few of them, and a block's largest element sets its scale.
 
     Raises:
         ValueError: a dtype that is not a floating-point one; no such format; a block that does not pack; a
-            ``node_size`` below 2, or without ``reduce``.
+            ``node_size`` below 2, or without ``reduce``; something to keep in fp32 that is no name and no class.
     """
 
     gather: torch.dtype | str | None = None
@@ -53,6 +60,7 @@ class MixedPrecision(Precision):
     block: int = BLOCK
     rounding_seed: int = 0
     node_size: int | None = None
+    keep_in_fp32_modules: Sequence[str | type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
         check_block("block", self.block)
@@ -63,6 +71,7 @@ class MixedPrecision(Precision):
                 raise UserError("node_size", what, "add reduce='int8', or leave it out")
         if isinstance(self.rounding_seed, bool) or not isinstance(self.rounding_seed, int):
             raise ValueError(f"rounding_seed: {self.rounding_seed!r} is not a whole number; give an int")
+        object.__setattr__(self, "keep_in_fp32_modules", _named(self.keep_in_fp32_modules))
         check_travels("gather", self.gather)
         check_travels("reduce", self.reduce)
         super().__post_init__()
@@ -80,10 +89,23 @@ class MixedPrecision(Precision):
         """The wire format of gradients of weights with that master dtype; None: the dtype in which they accumulate."""
         return format_of(self.reduce, self.block) if master.is_floating_point else None
 
-    def is_exact(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of that shape is sent without the wire format: a norm's, a bias, or a small one."""
-        return self.has_wire and (len(shape) < 2 or math.prod(shape) < EXACT_NUMEL)
+    def exemption(self, shape: Sequence[int], *, kept: bool) -> Exemption:
+        """Return from what a parameter of that shape is exempt; ``kept``: it is in one of `keep_in_fp32_modules`."""
+        small = len(shape) < 2 or math.prod(shape) < EXACT_NUMEL
+        return "dtypes" if kept else "wire" if self.has_wire and small else ""
 
-    def exactly(self) -> MixedPrecision:
-        """Return the same policy without wire formats."""
-        return replace(self, gather=None, reduce=None, node_size=None)
+    def exempt(self, exemption: Exemption) -> MixedPrecision:
+        """Return the policy of parameters with that exemption."""
+        if exemption == "dtypes":
+            return MixedPrecision()
+        return replace(self, gather=None, reduce=None, node_size=None) if exemption else self
+
+
+def _named(chosen: Any) -> tuple[str | type[nn.Module], ...]:
+    several = tuple(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, str) else (chosen,)
+    for each in several:
+        if not (isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))):
+            raise ValueError(
+                f"keep_in_fp32_modules: {each!r} is no class of modules and no name; give names or classes"
+            )
+    return several

@@ -15,7 +15,8 @@ from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.partition import partition
 from zeroshard.zero.core.layout import ALIGNMENT
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.kept_modules import kept_params
+from zeroshard.zero.precision import Exemption, MixedPrecision
 from zeroshard.zero.whole_tensors.layout import whole_layout
 
 
@@ -30,8 +31,12 @@ class Buffer:
     layout: FlatLayout  # the offset of each parameter
     dtype: torch.dtype  # dtype of the parameters, and so of their master weights
     trained: bool  # whether the parameters take gradients
-    exact: bool = False  # whether the parameters are sent without a wire format even if others have one
+    exemption: Exemption = ""  # from what parts of the dtype policy the parameters are exempt
     read_in_backward: bool = True  # whether a backward through the unit reads the parameters
+
+    def policy(self, precision: MixedPrecision) -> MixedPrecision:
+        """Return the part of the model's dtype policy that holds for these parameters."""
+        return precision.exempt(self.exemption)
 
 
 Named = list[tuple[str, tuple[int, ...]]]
@@ -63,17 +68,17 @@ def buffers_of(
     """
     policy = precision or MixedPrecision()
     root, specs = partition(model, units)
-    kept = set(whole)
+    unsplit, kept = set(whole), kept_params(model, policy)
     parts = 1 if reproducible is None else reproducible // world_size
     loads = [0] * (world_size * parts)
     buffers = []
     for spec in (root, *specs):
-        flat: dict[tuple[torch.dtype, bool, bool], Named] = {}
-        tensors: dict[tuple[torch.dtype, bool, bool], Named] = {}
+        flat: dict[tuple[torch.dtype, bool, Exemption], Named] = {}
+        tensors: dict[tuple[torch.dtype, bool, Exemption], Named] = {}
         for name, param in spec.params:
-            kind = (param.dtype, param.requires_grad, policy.is_exact(param.shape))
+            kind = (param.dtype, param.requires_grad, policy.exemption(param.shape, kept=param in kept))
             flat.setdefault(kind, [])  # the order of kinds is that of their first parameters, unsplit or not
-            chosen = tensors if param in kept else flat
+            chosen = tensors if param in unsplit else flat
             chosen.setdefault(kind, []).append((name, tuple(param.shape)))
         here: list[Buffer] = []
         further: list[Buffer] = []
@@ -91,7 +96,8 @@ def buffers_of(
                     )
                 )
             if kind in tensors:
-                packed = any((policy.weights_format(kind[0]), policy.gradients_format(kind[0])))
+                own = policy.exempt(kind[2])
+                packed = any((own.weights_format(kind[0]), own.gradients_format(kind[0])))
                 even = replicated or packed or reproducible is not None
                 layout = whole_layout(tensors[kind], world_size, loads, even=even, parts=parts)
                 layout.add_loads(loads)

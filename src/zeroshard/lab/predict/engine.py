@@ -275,7 +275,7 @@ class _Engine:
                 free_after_use(group.params)
             if isinstance(group.grads.reducer, ExactReducer):
                 group.grads.reducer.chunk_numel = CHUNK_NUMEL.get(settings.device_type, OTHER_CHUNK_NUMEL)
-            compute = settings.precision.compute_dtype(buffer.dtype)
+            compute = buffer.policy(settings.precision).compute_dtype(buffer.dtype)
             log.wires[buffer.name] = _wires(buffer, group, settings)
             for index, slot in enumerate(buffer.layout.slots):
                 grad = torch.empty(slot.shape, dtype=compute, device="meta")
@@ -407,7 +407,7 @@ def _group(
         params,
         settings.strategy,
         rank_groups,
-        settings.precision.exactly() if buffer.exact else settings.precision,
+        buffer.policy(settings.precision),
         loaded_later,
         buffer.layout,
         frozen=not buffer.trained,
@@ -417,8 +417,8 @@ def _group(
 
 def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormats:
     """The wire formats of a buffer's weights and gradients."""
-    reduced = buffer.trained and not buffer.exact and settings.strategy.optim is SHARD
-    grads = settings.precision.gradients_format(buffer.dtype) if reduced else None
+    reduced = buffer.trained and settings.strategy.optim is SHARD
+    grads = buffer.policy(settings.precision).gradients_format(buffer.dtype) if reduced else None
     params = group.params
     shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
     return BufferFormats(params.transport.form, grads, *shards, params.full.dtype)

@@ -216,23 +216,25 @@ def state_bytes(
                 buffers, strategy, rank, optimizer, offload, precision=precision, whole_optimizer=whole_optimizer
             )
             total[SLOTS] = min(NUM_SLOTS, len(parts)) * max(parts, default=0)
-            grads = [_grads_in_file(b, strategy, rank, precision, offload) for b in buffers if b.name in away]
+            policies = [(b, strategy, rank, b.policy(precision), offload) for b in buffers if b.name in away]
+            grads = [_grads_in_file(*each) for each in policies]
             total[SLOTS] += min(NUM_GRAD_SLOTS, len(grads)) * max(grads, default=0)
     for buffer in buffers:
         updates = (buffer.layout.keeps_tensors_whole and whole_optimizer) or optimizer
-        job = buffer, strategy, rank, updates, precision, device_type, num_reductions
+        policy = buffer.policy(precision)
+        job = buffer, strategy, rank, updates, policy, device_type, num_reductions
         if buffer.name in away:
             assert offload is not None
             found = _away_bytes(*job, offload)
             if reproducible:
                 found["grads"] = _wide_bytes(buffer, rank)
-                found["host_grads"] = _exact_bytes(buffer, strategy, rank, precision) - found["grads"]
+                found["host_grads"] = _exact_bytes(buffer, strategy, rank, policy) - found["grads"]
         else:
             found = _here_bytes(*job)
             if reproducible and buffer.trained:
-                found["grads"] = _exact_bytes(buffer, strategy, rank, precision)
+                found["grads"] = _exact_bytes(buffer, strategy, rank, policy)
             if buffer.name in frozen_away:
-                on_host = buffer.layout.own_numel(rank) * precision.compute_dtype(buffer.dtype).itemsize
+                on_host = buffer.layout.own_numel(rank) * policy.compute_dtype(buffer.dtype).itemsize
                 found |= {HOST["params"]: on_host, "params": found["params"] - on_host}
         for category, num_bytes in found.items():
             total[category] += num_bytes
@@ -320,7 +322,7 @@ def file_parts(
             pieces = _pieces(buffer, rank if _shards_optim(buffer, strategy) else None, "cpu")
             sizes = [(numel, buffer.dtype) for piece in pieces for numel in kept.sizes(piece.shape)]
             num_bytes += extent_bytes(sizes) if sizes else 0
-        num_bytes += _grads_in_file(buffer, strategy, rank, precision, offload)
+        num_bytes += _grads_in_file(buffer, strategy, rank, buffer.policy(precision), offload)
         parts.append(num_bytes)
     return [num_bytes for num_bytes in parts if num_bytes]
 
@@ -354,8 +356,9 @@ def watch_bytes(
     kept = (b for b in buffers if strategy.params is not SHARD or b.layout.world_size == 1)
     whole = [b for b in kept if b.name in away and b.name not in freed]
     if offload is not None:
-        whole = [b for b in whole if not sends_master(b, strategy, precision, offload, device_type)]
-    return sum(bit_sums_bytes(b.layout.padded_numel * precision.compute_dtype(b.dtype).itemsize) for b in whole)
+        whole = [b for b in whole if not sends_master(b, strategy, b.policy(precision), offload, device_type)]
+    widths = [b.policy(precision).compute_dtype(b.dtype).itemsize for b in whole]
+    return sum(bit_sums_bytes(b.layout.padded_numel * width) for b, width in zip(whole, widths, strict=True))
 
 
 def _away_bytes(
@@ -438,13 +441,13 @@ def _updated_numel(buffer: Buffer, strategy: ShardingStrategy, rank: int) -> int
 
 def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
     """Whether weights are sent in a wire format; if so, the weights that compute are not a view of the master."""
-    return not buffer.exact and precision.weights_format(buffer.dtype) is not None
+    return precision.weights_format(buffer.dtype) is not None
 
 
 def _copy_bytes(buffer: Buffer, precision: MixedPrecision) -> int:
     """Bytes that an all-gather between nodes receives for a buffer; each rank keeps a part of them as a second copy."""
     layout, form = buffer.layout, precision.weights_format(buffer.dtype)
-    if buffer.exact or form is None:
+    if form is None:
         return layout.padded_numel * precision.compute_dtype(buffer.dtype).itemsize
     return layout.world_size * form.num_bytes(layout.shard_numel)
 

@@ -47,6 +47,7 @@ from zeroshard.torch_internals import in_backward
 from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
+from zeroshard.zero.kept_modules import cast_around, kept_params
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 
@@ -91,7 +92,8 @@ def trace_language_model(
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
     # Plans of other wire formats and other sums of gradients compute the same micro-batch.
-    precision = MixedPrecision(precision.param_dtype, cast_forward_inputs=precision.cast_forward_inputs)
+    computed = "param_dtype", "cast_forward_inputs", "keep_in_fp32_modules"
+    precision = MixedPrecision(**{name: getattr(precision, name) for name in computed})
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
     batch = micro_batch, seq_len, sequence_parallel, tiles
@@ -281,12 +283,14 @@ def _fake(
         if module not in places:
             partition(model, chosen)  # raises an error that says what is wrong with it
     memo: dict[int, Any] = {}
+    kept = kept_params(model, precision)
     for param in model.parameters():
-        dtype = precision.compute_dtype(param.dtype)
+        dtype = param.dtype if param in kept else precision.compute_dtype(param.dtype)
         memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype), requires_grad=param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     fake = copy.deepcopy(model, memo)
+    cast_around(fake, precision)
     modules = dict(fake.named_modules())
     return fake, None if chosen is None else [modules[places[module]] for module in chosen]
 

@@ -232,11 +232,11 @@ def unit_times(
     """The times of every unit with trained parameters, as if the state of all were off the device; forward order."""
     seconds = unit_seconds(trace, device, attention)
     shards = settings.strategy.optim is SHARD
-    on_cpu, precision = settings.device_type == "cpu", settings.precision
+    on_cpu = settings.device_type == "cpu"
     offload, walks, writes = settings.offload or Offload(), rates.walk_bytes_per_s, rates.write_bytes_per_s
     found: dict[str, UnitTimes] = {}
     for buffer in (buffer for buffer in buffers if buffer.trained):
-        layout, master = buffer.layout, buffer.dtype.itemsize
+        layout, master, precision = buffer.layout, buffer.dtype.itemsize, buffer.policy(settings.precision)
         numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
         reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
         in_file = numel * _bytes_in_file(buffer, optimizer, settings, offload) if walks else 0.0
@@ -275,7 +275,7 @@ def _bytes_in_file(buffer: Buffer, optimizer: OptimizerState, settings: Settings
     master = buffer.dtype.itemsize
     found = master if offload.master == "disk" else 0.0
     found += optimizer.bytes_per_element(master) if offload.optimizer == "disk" else 0.0
-    grads = settings.precision.reduced_dtype(buffer.dtype).itemsize / 2
+    grads = buffer.policy(settings.precision).reduced_dtype(buffer.dtype).itemsize / 2
     return found + (grads if offload.grads == "disk" else 0.0)
 
 
@@ -321,7 +321,7 @@ def _shard_bytes(buffer: Buffer, settings: Settings) -> int:
     """Bytes of a rank's shard of the weights in the compute dtype."""
     layout = buffer.layout
     numel = layout.own_numel(settings.rank) if settings.strategy.optim is SHARD else layout.padded_numel
-    return numel * settings.precision.compute_dtype(buffer.dtype).itemsize
+    return numel * buffer.policy(settings.precision).compute_dtype(buffer.dtype).itemsize
 
 
 def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
@@ -343,13 +343,14 @@ def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings
     """
     if settings.device_type != "cuda":
         return 0
-    away, precision = buffers_away(buffers, offload), settings.precision
+    away = buffers_away(buffers, offload)
     shards = settings.strategy.optim is SHARD
     chosen = [buffer for buffer in buffers if buffer.name in away]
     numels = [b.layout.own_numel(settings.rank) if shards else b.layout.padded_numel for b in chosen]
     sent = {*frozen_on_host(buffers, settings.strategy, offload), *(away if offload.weights == "host" else ())}
     wanted = [room(_shard_bytes(buffer, settings)) for buffer in buffers if buffer.name in sent]
-    wanted += [room(n * precision.reduced_dtype(b.dtype).itemsize) for n, b in zip(numels, chosen, strict=True)][::-1]
+    widths = [buffer.policy(settings.precision).reduced_dtype(buffer.dtype).itemsize for buffer in chosen]
+    wanted += [room(numel * width) for numel, width in zip(numels, widths, strict=True)][::-1]
     slot_bytes, through_slots = locked_slot_bytes(offload.pinned_bytes), False
     left = math.inf
     if offload.pinned_bytes is not None:

@@ -26,13 +26,13 @@ def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) ->
     """Whether tracing ``model`` on the meta device gives the same trace as with fake tensors.
 
     A model that says so (``traces_on_meta``) qualifies; others may depend on the device in more ways. It does unless it
-    masks documents, uses dropout, or uses torch's own LayerNorm in a 16-bit dtype: the CPU's kernel keeps its
-    statistics in that dtype, and the meta device's in fp32.
+    masks documents, uses dropout, keeps modules in fp32, or uses torch's own LayerNorm in a 16-bit dtype: the CPU's
+    kernel keeps its statistics in that dtype, and the meta device's in fp32.
     """
     if not model.traces_on_meta:
         return False
     config: Any = model.config
-    if model.eos_id is not None or getattr(config, "dropout", 0.0):
+    if model.eos_id is not None or getattr(config, "dropout", 0.0) or precision.keep_in_fp32_modules:
         return False
     own_kernels = device_type == "cuda" and model.kernels != "reference"
     return own_kernels or precision.param_dtype is None or "layer_norm" not in model.operations

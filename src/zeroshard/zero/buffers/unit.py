@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.units import Group, Named, groups_of
 from zeroshard.zero.core.weights import WeightTransport
-from zeroshard.zero.precision import MixedPrecision
+from zeroshard.zero.precision import Exemption, MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
 LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]
@@ -212,15 +212,22 @@ def build_groups(
     precision: MixedPrecision,
     init: dict[nn.Parameter, Init],
     members: Members = PLAIN,
+    kept: Collection[Tensor] = (),
 ) -> list[FlatGroup]:
-    """Make the flat groups of a unit's parameters; functions in ``init`` draw the values of those that are its keys."""
+    """Make the flat groups of a unit's parameters; functions in ``init`` draw the values of those that are its keys.
+
+    ``kept``: parameters that stay in fp32.
+    """
+
+    def exemption(param: nn.Parameter) -> Exemption:
+        return precision.exemption(param.shape, kept=param in kept)
 
     def kind(param: nn.Parameter) -> tuple[Hashable, ...]:
-        return *units.kind_of(param), param in init, precision.is_exact(param.shape)
+        return *units.kind_of(param), param in init, exemption(param)
 
     def make(group_name: str, chosen: list[tuple[str, nn.Parameter]]) -> FlatGroup:
         first = chosen[0][1]
-        policy = precision.exactly() if precision.is_exact(first.shape) else precision
+        policy = precision.exempt(exemption(first))
         make_group = members.group_class(chosen) or FlatGroup
         return make_group(group_name, chosen, strategy, rank_groups, policy, init.get(first), members=members)
 
