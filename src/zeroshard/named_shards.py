@@ -26,6 +26,7 @@ ROUNDING = "rounding_step"  # the step for which gradients in a wire format are 
 MODEL_KINDS = frozenset({"param", "buffer", "ema", ROUNDING}) | OUTER_KINDS
 SCALAR_KINDS = frozenset({ROUNDING, "outer_steps"})  # those of `MODEL_KINDS` of one number
 _REPLICA = "@replica"  # part of the name of state that only one replica has
+_OPTIMIZER = "@optimizer"  # part of the name of state of no parameter
 
 
 def of_replica(name: str, number: int) -> str:
@@ -36,6 +37,16 @@ def of_replica(name: str, number: int) -> str:
 def is_of_replica(name: str) -> bool:
     """Whether `of_replica` made the name."""
     return _REPLICA in name
+
+
+def of_optimizer(number: int) -> str:
+    """Return the name under which a checkpoint has what optimizer ``number`` keeps of no parameter."""
+    return f"{_OPTIMIZER}{number}"
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Whether `of_optimizer` made the name."""
+    return name.startswith(_OPTIMIZER)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.ema.average import EMA
-from zeroshard.named_shards import OUTER_KINDS, is_of_replica
+from zeroshard.named_shards import OUTER_KINDS, is_of_optimizer, is_of_replica
+from zeroshard.optimizer_classes.plain_states import nested
 
 _METADATA = {"format": "pt"}
 
@@ -133,6 +134,10 @@ def _state(manifest: Manifest, tensors: dict[tuple[str, str], Tensor]) -> dict[s
             averages[name] = tensor
         else:
             state.setdefault(name, {})[kind] = tensor
+    beside = [nested(state.pop(name)) for name in sorted(filter(is_of_optimizer, state))]
+    state = {name: nested(kinds) for name, kinds in state.items()}
+    for each in (found for kept in beside for found in kept.values()):
+        state.update(each)
     for whole in (model, averages):
         whole.update({name: whole[first] for name, first in manifest.tied.items() if first in whole})
     groups = [dict(group) for group in manifest.param_groups]

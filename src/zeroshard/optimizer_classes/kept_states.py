@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
+from zeroshard.optimizer_classes.plain_states import FORM, flat
 from zeroshard.optimizer_classes.trials import begin_training, isolated
 
 NUM_STEPS = 4
@@ -212,10 +213,14 @@ class KeptStates:
             for _ in range(NUM_STEPS):
                 param.grad = torch.full_like(param, 0.5)
                 optimizer.step()
-                state = optimizer.state.get(param, {})
-                found.append({kind: value for kind, value in state.items() if isinstance(value, Tensor | int | float)})
+                found.append(_by_kind(optimizer.state.get(param, {})))
         always = frozenset.intersection(*(frozenset(kinds) for kinds in found))
         return _Trial(always, {kind: value for kinds in found for kind, value in kinds.items()})
+
+
+def _by_kind(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """The tensors and numbers of a state."""
+    return {kind: value for kind, value in flat(state).items() if kind != FORM}
 
 
 def alike(kept: Any, value: Tensor) -> Any:
@@ -304,8 +309,7 @@ def require_kept(
         states: of the state dict, by the names of ``params``.
     """
     saved = {
-        name: {kind: SavedState.of(value) for kind, value in state.items() if isinstance(value, Tensor | int | float)}
-        for name, state in states.items()
+        name: {kind: SavedState.of(value) for kind, value in _by_kind(state).items()} for name, state in states.items()
     }
     facts = [({**own, **theirs}, theirs, some) for own, theirs, some in zip(groups, saved_groups, params, strict=True)]
     of_groups(make, facts, lambda name: saved.get(name, {}), STATE_DICT)

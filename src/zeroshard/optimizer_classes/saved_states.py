@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from zeroshard.named_shards import MODEL_KINDS, ShardReader, after_restoring, read_whole, saved_dtype, saved_settings
 from zeroshard.optimizer_classes.kept_states import Kept, ParamFacts, SavedState, alike, is_by_block, of_groups
+from zeroshard.optimizer_classes.plain_states import FORM, nested
 
 CODES = "_codes"  # a state that is called exp_avg in fp32 is exp_avg_codes in 8 bits, and exp_avg_scales
-SCALAR_STATES = frozenset({"step", "eta", "mu", "mu_product"})  # torch keeps one number of each for a parameter
+# torch keeps one number of each for a parameter; the form of a state is that of each piece too
+NEVER_CUT = frozenset({"step", "eta", "mu", "mu_product", FORM})
 
 
 def blocks_of(interval: tuple[int, int], block: int) -> tuple[int, int]:
@@ -66,7 +68,7 @@ def kept_by(
 
 
 def _saved_states(reader: ShardReader, name: str) -> dict[str, SavedState]:
-    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS}
+    kinds = {kind: shape for kind, shape in reader.kinds(name).items() if kind not in MODEL_KINDS | {FORM}}
     return {kind: SavedState(shape, saved_dtype(reader, name, kind)) for kind, shape in kinds.items()}
 
 
@@ -77,7 +79,7 @@ def read_states(
     param_shape: tuple[int, ...],
     interval: tuple[int, int] | None,
     block: int = 1,
-) -> dict[str, Any]:
+) -> dict[Any, Any]:
     """Read the states of one piece of a parameter, which keeps blocks of ``block`` elements.
 
     ``interval``: of the piece, None: the parameter is whole.
@@ -86,13 +88,13 @@ def read_states(
     for kind, shape in reader.kinds(name).items():
         if kind in MODEL_KINDS:
             continue
-        if interval is None:
+        if interval is None or kind == FORM:
             value = read_whole(reader, name, kind, shape)
-        elif kind not in SCALAR_STATES and is_by_block(shape, prod(param_shape), block):
+        elif kind not in NEVER_CUT and is_by_block(shape, prod(param_shape), block):
             value = reader.read(name, kind, blocks_of(interval, block))
-        elif kind in SCALAR_STATES or shape != param_shape:
+        elif kind in NEVER_CUT or shape != param_shape:
             value = reader.read(name, kind, (0, 1)).reshape(())
         else:
             value = reader.read(name, kind, interval)
         found[kind] = alike(kept.get(kind), value)
-    return found
+    return nested(found)

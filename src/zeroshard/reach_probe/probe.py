@@ -82,6 +82,11 @@ class _Trial:
     closure_calls: int  # maximum in one step, counting only calls after weights have moved
     clocks: Clocks
 
+    @property
+    def states(self) -> list[Mapping[str, Any]]:
+        """Those of parameters; a class may keep something under other keys as well."""
+        return [state for key, state in self.optimizer.state.items() if isinstance(key, Tensor)]
+
 
 @dataclass
 class _Subject:
@@ -210,7 +215,7 @@ def weights_kept(
             subject = _Subject(optimizer_cls, settings, options, cpu, torch.float32, LOW_RATE, NUM_SHIFTED)
             histories = [subject.history([4] * min(param.dim(), 2) or [4], 1) for param in group["params"][:1]]
             near, far = (subject.run(histories, shift=shift) for shift in (0.0, SHIFT))
-            for one, other in zip(near.optimizer.state.values(), far.optimizer.state.values(), strict=True):
+            for one, other in zip(near.states, far.states, strict=True):
                 for kind, value in one.items():
                     there = other.get(kind)
                     tensors = isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape == there.shape
@@ -460,7 +465,7 @@ def _watch_course(
 def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
     """Return why the class cannot be given pieces; "" if it can."""
     for shape, trial in alone.items():
-        for state in trial.optimizer.state.values():
+        for state in trial.states:
             for kind, value in state.items():
                 if isinstance(value, Tensor) and value.numel() > 1 and tuple(value.shape) != shape:
                     return f"it keeps a state {kind!r} of shape {tuple(value.shape)} for a tensor of shape {shape}"

@@ -40,6 +40,7 @@ from zeroshard.comm.tensor_broadcast import PendingBroadcasts, gather_to
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.description import described
 from zeroshard.optimizer_classes.kept_states import ParamFacts, require_kept
+from zeroshard.optimizer_classes.plain_states import flat, nested
 from zeroshard.optimizer_classes.saved_states import may_need_conversion
 from zeroshard.sharded_optimizer.acceptance import (
     PER_RANK,
@@ -52,6 +53,7 @@ from zeroshard.sharded_optimizer.acceptance import (
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.torch_internals import hooks_of
 from zeroshard.zero.offload.settings import Offload
+from zeroshard.zero.optimizers.state_dict import of_no_param
 
 if TYPE_CHECKING:
     from zeroshard.sharded_optimizer.away import StatesAway
@@ -399,13 +401,13 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"to: rank {to} is outside a world of {self.comm.world_size}; ranks count from 0")
         params = list(self._owners)
         number = {param: i for i, param in enumerate(params)}
-        of_params = [(key, state) for key, state in self.optim.state.items() if isinstance(key, Tensor)]
+        of_params = [(key, flat(state)) for key, state in self.optim.state.items() if isinstance(key, Tensor)]
         by_param = {number[key]: {kind: _alone(value) for kind, value in state.items()} for key, state in of_params}
-        others = {key: state for key, state in self.optim.state.items() if not isinstance(key, Tensor)}
+        others = of_no_param(self.optim.state)
         gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
         self._unsharded_state, self._consolidated_to = None, to
         if self.comm.rank == to:
-            found = {i: state for states, _ in gathered for i, state in states.items()}
+            found = {i: nested(state) for states, _ in gathered for i, state in states.items()}
             self._unsharded_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
 
     def state_dict(self) -> dict[str, Any]:
@@ -457,6 +459,8 @@ class ShardedOptimizer(Optimizer):
             n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device, True, block, kept_as)
             for n, p in numbered
         }
+        others = {key: value for key, value in state_dict["state"].items() if key not in facts}
+        state_dict["state"] = {key: flat(state) for key, state in state_dict["state"].items() if key in facts}
         if any(may_need_conversion(make, state) for state in state_dict["state"].values()):
             as_kept = loaded("zeroshard.state_conversion", "state_dict_as_kept")  # by its address: it imports kernels
             state_dict = as_kept(make, self.param_groups, state_dict, facts)
@@ -472,12 +476,8 @@ class ShardedOptimizer(Optimizer):
             owners.update((number, self._owners[p]) for number, p in zip(saved["params"], group["params"], strict=True))
             own_groups.append({**saved, **self._own_part({key: group[key] for key in PER_RANK if key in group})})
             own_groups[-1]["params"] = [number for number in saved["params"] if owners[number] == self.comm.rank]
-        own = {
-            key: state
-            for key, state in state_dict["state"].items()
-            if owners.get(key, self.comm.rank) == self.comm.rank
-        }
-        content = {"state": deepcopy(own), "param_groups": own_groups}
+        own = {key: nested(state) for key, state in state_dict["state"].items() if owners[key] == self.comm.rank}
+        content = {"state": deepcopy({**own, **others}), "param_groups": own_groups}
         if self._away is None:
             self.optim.load_state_dict(content)
             if self._formatted is not None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.plain_states import tensors_of
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 
 Kept = Mapping[str, Sequence[tuple[str, Tensor]]]
@@ -87,7 +88,7 @@ def _states(units: Iterable[Unit], optimizers: Iterable[Optimizer], items: Items
     for optimizer in optimizers:
         for piece, state in list(items(optimizer.state)):
             home = homes.get(piece) if homes else None
-            for value in (value for value in state.values() if isinstance(value, Tensor)):
+            for value in tensors_of(state):
                 yield "optimizer" if home is None else home.category("optimizer", value), value
 
 

@@ -238,7 +238,8 @@ class UnitOnDisk:
 
 
 def _fits(value: Tensor) -> bool:
-    return value.device.type == "cpu" and value.layout == torch.strided and _is_dense(value)
+    several = hasattr(value, "__tensor_flatten__")  # a tensor of its own kind, which is no view of one place
+    return value.device.type == "cpu" and value.layout == torch.strided and not several and _is_dense(value)
 
 
 def _is_dense(value: Tensor) -> bool:

@@ -136,7 +136,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         kwargs = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         self.optimizer, self.homes, self.make = optimizer, sharded.homes, partial(type(optimizer), **kwargs)
         self.state_format, self.kinds = None, []
-        self._attach(sharded, listener, has_state=bool(optimizer.state))
+        self._attach(sharded, listener, has_state=any(isinstance(key, Tensor) for key in optimizer.state))
         with sharded.all_or_none():
             self.by_group = [sharded.claim(group) for group in optimizer.param_groups]
             for group, chosen in zip(optimizer.param_groups, self.by_group, strict=True):

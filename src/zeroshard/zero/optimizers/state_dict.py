@@ -8,6 +8,7 @@ numbered in the order of the groups. So ``torch.optim.AdamW(model.parameters()).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from zeroshard.comm.tensor_broadcast import broadcast_dicts
 from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, may_need_conversion
+from zeroshard.optimizer_classes.plain_states import flat, nested
+from zeroshard.optimizer_classes.saved_states import NEVER_CUT, blocks_of, may_need_conversion
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
@@ -47,23 +49,33 @@ def unsharded_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) 
     for group in dict.fromkeys(groups):
         for slot, state in states_by_slot(group, piecewise.optimizer).items():
             if group.params.params[slot] in members:
-                found[group.params.params[slot]] = {
-                    kind: value.cpu() if isinstance(value, Tensor) else value for kind, value in state.items()
-                }
+                found[group.params.params[slot]] = _on_cpu(state)
     numbers = {param: number for number, param in enumerate(chain.from_iterable(piecewise.by_group))}
     packed = []
     for group, chosen in zip(piecewise.optimizer.param_groups, piecewise.by_group, strict=True):
         options = {key: value for key, value in group.items() if key not in _PER_PARAM}
         packed.append({**options, "params": [numbers[param] for param in chosen]})
     state = {number: found[param] for param, number in numbers.items() if param in found}
-    others = {key: value for key, value in piecewise.optimizer.state.items() if not isinstance(key, Tensor)}
+    others = deepcopy(_on_cpu(flat({"": of_no_param(piecewise.optimizer.state)})))[""]  # a step changes them in place
     return {"state": {**state, **others}, "param_groups": packed}
 
 
+def _on_cpu(state: Mapping[str, Any]) -> dict[Any, Any]:
+    return nested({kind: value.cpu() if isinstance(value, Tensor) else value for kind, value in state.items()})
+
+
+def of_no_param(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer's state has under keys that are no parameters, such as MADGRAD's count of steps."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
 def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
-    """Return the unsharded states of each parameter of the group that has any, by slot. Collective if it is sharded."""
+    """Return the unsharded states of each parameter of the group that has any, `flat`, by slot.
+
+    Collective if the group is sharded.
+    """
     params, by_slot = group.params, dict[int, list[tuple[Piece, State]]]()
-    own = [holder.state.get(shard, {}) for shard in group.shards]
+    own = [flat(holder.state.get(shard, {})) for shard in group.shards]
     pieces = zip(params.pieces, own, strict=True) if not params.shard_optim else _everybodys(group, own)
     for piece, state in pieces:
         by_slot.setdefault(piece.slot, []).append((piece, state))
@@ -90,9 +102,9 @@ def _joined(parts: list[tuple[Piece, State]], shape: tuple[int, ...], block: int
     for kind, first in parts[0][1].items():
         if not isinstance(first, Tensor):
             joined[kind] = first
-        elif not kept_whole and kind not in SCALAR_STATES and is_by_block(first.shape, parts[0][0].numel, block):
+        elif not kept_whole and kind not in NEVER_CUT and is_by_block(first.shape, parts[0][0].numel, block):
             joined[kind] = torch.cat([state[kind].detach() for _, state in parts])
-        elif kept_whole or kind in SCALAR_STATES or first.shape != parts[0][0].shape:
+        elif kept_whole or kind in NEVER_CUT or first.shape != parts[0][0].shape:
             joined[kind] = first.detach().clone()
         else:
             joined[kind] = torch.cat([state[kind].detach().reshape(-1) for _, state in parts]).view(shape)
@@ -114,6 +126,10 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
         ValueError: the groups are not the optimizer's, or the states are not those that it keeps of a parameter.
     """
     saved_groups = state_dict["param_groups"]
+    numbered = set(chain.from_iterable(group["params"] for group in saved_groups))
+    others = {key: deepcopy(value) for key, value in state_dict["state"].items() if key not in numbered}
+    of_params = {key: flat(state) for key, state in state_dict["state"].items() if key in numbered}
+    state_dict = {**state_dict, "state": of_params}
     sizes = [[len(group["params"]) for group in saved_groups], [len(chosen) for chosen in piecewise.by_group]]
     if sizes[0] != sizes[1]:
         raise ValueError(f"state_dict: its groups are of {sizes[0]} parameters, this optimizer's of {sizes[1]}")
@@ -133,9 +149,9 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
         home, slot = piecewise.homes[param]
         if saved.get(param):
             place, block = home.params.layout.slots[slot], home.params.layout.block
-            states_of_pieces |= {own: cut(saved[param], piece, place, block) for piece, own in pieces_in(home, slot)}
+            for piece, own in pieces_in(home, slot):
+                states_of_pieces[own] = nested(cut(saved[param], piece, place, block))
     settings = [{key: value for key, value in group.items() if key not in _PER_PARAM} for group in saved_groups]
-    others = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int | str)}
     return CutState(settings, states_of_pieces, others)
 
 
@@ -150,16 +166,17 @@ def cut_states(piecewise: PiecewiseOptimizer) -> None:
     for param in [param for param in chain.from_iterable(piecewise.by_group) if param in state]:
         group, slot = piecewise.homes[param]
         place = group.params.layout.slots[slot]
-        for kind, value in state[param].items():
+        whole = flat(state[param])
+        for kind, value in whole.items():
             wide = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == place.shape
-            wide = wide and kind not in SCALAR_STATES
+            wide = wide and kind not in NEVER_CUT
             if wide and value.dtype != group.params.master.dtype:
                 raise ValueError(
                     f"step: {kind} of {place.name} is {value.dtype}, and its master {group.params.master.dtype}; "
                     "make the optimizer by zero.optimizer() and load its state there"
                 )
         for piece, shard in pieces_in(group, slot):
-            cuts[shard] = cut(state[param], piece, place, group.params.layout.block)
+            cuts[shard] = nested(cut(whole, piece, place, group.params.layout.block))
     for param in piecewise.members:
         state.pop(param, None)
     for shard, kept in cuts.items():
@@ -182,7 +199,7 @@ def _pairs(piecewise: PiecewiseOptimizer, saved_groups: list[Mapping[str, Any]])
 
 
 def cut(state: Mapping[str, Any], piece: Piece, slot: Slot, block: int = 1) -> State:
-    """Return the part of a parameter's unsharded state that belongs to one piece of it; tensors are copies.
+    """Return the part of a parameter's unsharded state, `flat`, that belongs to one piece of it; tensors are copies.
 
     ``block``: that of the layout, which cuts no such block of a parameter; a state may have one element for each.
 
@@ -191,7 +208,7 @@ def cut(state: Mapping[str, Any], piece: Piece, slot: Slot, block: int = 1) -> S
     """
     found: State = {}
     for kind, value in state.items():
-        if not isinstance(value, Tensor) or kind in SCALAR_STATES:
+        if not isinstance(value, Tensor) or kind in NEVER_CUT:
             found[kind] = value.clone() if isinstance(value, Tensor) else value
         elif tuple(value.shape) == slot.shape:
             start, stop = piece.interval

@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import describe
+from zeroshard.optimizer_classes.plain_states import flat, nested
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.strategy import ShardingStrategy
@@ -64,7 +65,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
 
     Raises:
         RuntimeError: inside `Zero.full_params`, or while gradients wait for a step.
-        ValueError: a state that is neither tensor nor number; then nothing has changed.
+        ValueError: a state that is neither a tensor nor plain; then nothing has changed.
     """
     if runtime.weights.pinned:
         raise RuntimeError("restage: it needs a new layout of the weights; call it outside full_params()")
@@ -74,7 +75,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
         told.append(strategy.name)
         for shard in (shard for group in runtime.groups() for shard in group.shards):
             for holder in holders:
-                describe(holder.state.get(shard, {}))
+                describe(flat(holder.state.get(shard, {})))
     for unit in runtime.all_units():
         for index, old in enumerate(unit.groups):
             states = [states_by_slot(old, holder) for holder in holders]
@@ -86,7 +87,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                 slot = new.params.layout.slots[piece.slot]
                 for holder, by_slot in zip(holders, states, strict=True):
                     if piece.slot in by_slot:
-                        holder.state[shard] = cut(by_slot[piece.slot], piece, slot, new.params.layout.block)
+                        holder.state[shard] = nested(cut(by_slot[piece.slot], piece, slot, new.params.layout.block))
     runtime.apply_strategy(strategy)
     runtime.forget_calls()
     runtime.laid_out_anew(runtime.groups())

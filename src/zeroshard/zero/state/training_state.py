@@ -21,23 +21,29 @@ from zeroshard.named_shards import (
     SCALAR_KINDS,
     NamedShard,
     ShardReader,
+    of_optimizer,
     persistent_buffers,
     read_whole,
     require_shape,
 )
 from zeroshard.optimizer_classes.kept_states import Kept, is_by_block
-from zeroshard.optimizer_classes.saved_states import SCALAR_STATES, blocks_of, kept_by, may_need_conversion, read_states
+from zeroshard.optimizer_classes.plain_states import flat, nested
+from zeroshard.optimizer_classes.saved_states import NEVER_CUT, blocks_of, kept_by, may_need_conversion, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import StateLoad
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import Stateful
+from zeroshard.zero.optimizers.state_dict import Stateful, of_no_param
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import take_names
 
+_BESIDE = "state"  # the one kind, before it is made flat, of states of no parameter
 
-def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Stateful]) -> Iterator[NamedShard]:
-    """See `Zero.named_shards`."""
+
+def named_shards(
+    model: nn.Module, runtime: Runtime, holders: Sequence[Stateful], optimizers: Sequence[PiecewiseOptimizer]
+) -> Iterator[NamedShard]:
+    """See `Zero.named_shards`; ``holders``: of all states by piece, ``optimizers``: of states of no parameter too."""
     if not runtime.rank_groups.writes:
         return
     take_names(model, runtime)
@@ -58,17 +64,19 @@ def named_shards(model: nn.Module, runtime: Runtime, optimizers: Sequence[Statef
                 cut = slice(own.interval[0] - piece.interval[0], own.interval[1] - piece.interval[0])
                 weights = shard.detach().view(-1)[cut].to(group.params.dtype)
                 yield NamedShard(slot.name, "param", slot.shape, own.interval, weights)
-                for kind, value in _states(optimizers, shard):
+                for kind, value in _states(holders, shard):
                     if group.keeps_tensors_whole:
                         flat = value.contiguous().view(-1)
                         yield NamedShard(slot.name, kind, tuple(value.shape), (0, value.numel()), flat)
-                    elif value.shape == shard.shape and kind not in SCALAR_STATES:
+                    elif value.shape == shard.shape and kind not in NEVER_CUT:
                         yield NamedShard(slot.name, kind, slot.shape, own.interval, value[cut])
-                    elif kind not in SCALAR_STATES and is_by_block(value.shape, piece.numel, block):
+                    elif kind not in NEVER_CUT and is_by_block(value.shape, piece.numel, block):
                         shape, part = (-(-slot.numel // block),), slice(*blocks_of((cut.start, cut.stop), block))
                         yield NamedShard(slot.name, kind, shape, blocks_of(own.interval, block), value[part])
                     elif own.interval[0] == 0:
-                        yield NamedShard(slot.name, kind, (), (0, 1), value.reshape(1))
+                        shape = () if value.numel() == 1 else tuple(value.shape)
+                        yield NamedShard(slot.name, kind, shape, (0, value.numel()), value.reshape(-1))
+    yield from _beside_params(optimizers, rank)
     if rank == 0:
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
@@ -85,7 +93,8 @@ def load_named_shards(
     """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
-    loads = [StateLoad(optimizer) for optimizer in optimizers]
+    beside = (_read_beside_params(reader, *each) for each in enumerate(optimizers))
+    loads = [StateLoad(optimizer, others=others) for optimizer, others in zip(optimizers, beside, strict=True)]
     take_names(model, runtime)
     _require_shapes(model, runtime, reader)
     kept: dict[str, Kept] = {}
@@ -153,21 +162,33 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
         rounding.loaded(int(reader.read(saved, ROUNDING, (0, 1))))
 
 
-def _states(optimizers: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    for optimizer in optimizers:
-        for kind, value in optimizer.state.get(shard, {}).items():
-            if hasattr(value, "__tensor_flatten__"):
-                raise ValueError(
-                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__}, several tensors in one, and "
-                    "a checkpoint holds plain ones; give a class that keeps those, such as "
-                    "zeroshard.optim.AdamW8bit, or save the weights alone"
-                )
-            if isinstance(value, Tensor):
-                yield kind, value
-            elif isinstance(value, int | float):
-                yield kind, torch.tensor(value)
-            elif value is not None:
-                raise ValueError(
-                    f"{kind}: {type(optimizer).__name__} keeps a {type(value).__name__} in its state, and a checkpoint "
-                    "holds tensors and numbers; keep it as one of these"
-                )
+def _states(holders: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    for holder in holders:
+        try:
+            plain = flat(holder.state.get(shard, {}))
+        except ValueError as error:
+            raise ValueError(f"{type(holder).__name__}: a checkpoint cannot hold {error}") from None
+        yield from ((kind, torch.as_tensor(value)) for kind, value in plain.items())
+
+
+def _beside_params(optimizers: Sequence[PiecewiseOptimizer], rank: int) -> Iterator[NamedShard]:
+    """Yield what each optimizer keeps of no parameter, on the rank that has the first element of its first one."""
+    for number, piecewise in enumerate(optimizers):
+        homes = (piecewise.homes[param] for chosen in piecewise.by_group for param in chosen if param.numel())
+        group, slot = next(homes, (None, 0))
+        others = of_no_param(piecewise.optimizer.state)
+        if group is None or not others:
+            continue
+        if any(own.slot == slot and own.interval[0] == 0 for own in group.params.layout.owned(rank)):
+            for kind, value in flat({_BESIDE: others}).items():
+                yield NamedShard(of_optimizer(number), kind, tuple(value.shape), (0, value.numel()), value.reshape(-1))
+
+
+def _read_beside_params(reader: ShardReader, number: int, piecewise: PiecewiseOptimizer) -> dict[Any, Any]:
+    """Return what `_beside_params` saved of an optimizer; what it has now, if nothing was saved."""
+    now, name = of_no_param(piecewise.optimizer.state), of_optimizer(number)
+    saved = {kind: read_whole(reader, name, kind, shape) for kind, shape in reader.kinds(name).items()}
+    for key, value in nested(saved)[_BESIDE].items() if saved else ():
+        there = now.get(key)
+        now[key] = value.to(there.device) if isinstance(value, Tensor) and isinstance(there, Tensor) else value
+    return now

@@ -165,7 +165,7 @@ class EngineOptimizers:
 
     def named_shards(self, model: nn.Module) -> Iterator[NamedShard]:
         """See `Zero.named_shards`."""
-        shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"))
+        shards = training_state.named_shards(model, self._runtime, self.state_holders("named_shards"), self.piecewise)
         for observer in self.observers:
             shards = observer.shards(shards)
         yield from shards
