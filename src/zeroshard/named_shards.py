@@ -7,7 +7,7 @@ another: the engine asks for an interval of a tensor, never for a rank's file.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any, Protocol, runtime_checkable
@@ -173,7 +173,10 @@ _OF_SCHEDULERS = frozenset({"initial_lr"})  # a scheduler that resumes requires 
 
 
 def restore_settings(
-    groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[Sequence[str]],
+    saved: Sequence[Mapping[str, Any]],
+    gained: Callable[[int], Mapping[str, Any]] = lambda index: {},
 ) -> None:
     """Restore to param groups the settings that `named_group` recorded, as ``optimizer.load_state_dict`` does.
 
@@ -185,9 +188,11 @@ def restore_settings(
         groups: param groups of an optimizer; changed in place.
         names: names of each group's parameters.
         saved: groups as `named_group` returned them.
+        gained: settings, with a value of each, that the steps of a group's class add to it: a count of steps, say. It
+            is called for a group with fewer than were saved, by its index.
     """
     by_members = {frozenset(group["params"]): group for group in saved}
-    for group, members in zip(groups, names, strict=True):
+    for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         found = by_members.get(frozenset(members))
         if found is None and saved:
             warnings.warn(
@@ -195,7 +200,9 @@ def restore_settings(
                 "it keeps its lr and other settings",
                 stacklevel=3,
             )
-        group.update(after_restoring(group, found or {}))
+        found = found or {}
+        more = gained(index) if group.keys() < found.keys() | {"params", "param_names"} else {}
+        group.update(after_restoring({**more, **group}, found))
 
 
 def after_restoring(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,14 +87,16 @@ class SavedState:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The states of a stand-in: those that it has after each step, and all, as they are after the last."""
+    """What steps on a stand-in leave: the states that it has after each, and all, as they are after the last."""
 
     always: frozenset[str]
     ever: Kept
+    gained: Mapping[str, Any]  # settings that steps have added to the param group
 
     def kept(self, kept_as: KeptAs) -> _Trial:
         """The same as they are kept between steps."""
-        return _Trial(frozenset(kept_as({kind: self.ever[kind] for kind in self.always})), kept_as(self.ever))
+        always = frozenset(kept_as({kind: self.ever[kind] for kind in self.always}))
+        return _Trial(always, kept_as(self.ever), self.gained)
 
 
 class KeptStates:
@@ -144,17 +146,22 @@ class KeptStates:
 
     def kinds(self, param: ParamFacts) -> frozenset[str]:
         """Return the states that may be loaded for ``param``, in any of its forms; empty if the class is not tried."""
-        trial = self._trial(_SIZES[: len(param.shape)] if param.kept_whole else _SIZES[:1], param.dtype, param.device)
+        trial = self._small_trial(param)
         if trial is None:
             return frozenset()
         return frozenset({**trial.ever, **(param.kept_as(trial.ever) if param.kept_as else {})})
+
+    def gained(self, param: ParamFacts) -> Mapping[str, Any]:
+        """Return the settings that steps add to the group of ``param``, with a value of each; empty if not tried."""
+        trial = self._small_trial(param)
+        return {} if trial is None else trial.gained
 
     def require_none(self, params: Iterable[ParamFacts]) -> None:
         """Raise UserError if the class keeps states, and none were saved because another class was."""
         first = next(iter(params), None)
         if first is None or not self._of_another_class:
             return
-        trial = self._trial(_SIZES[: len(first.shape)] if first.kept_whole else _SIZES[:1], first.dtype, first.device)
+        trial = self._small_trial(first)
         if trial is not None and trial.always:
             raise self._other(first.name, trial.always, {})
 
@@ -194,6 +201,9 @@ class KeptStates:
         of = "" if self._source.field is None else f" of {name}"
         return UserError(self._source.field or name, what.replace("{}", kind + of), self._source.todo)
 
+    def _small_trial(self, param: ParamFacts) -> _Trial | None:
+        return self._trial(_SIZES[: len(param.shape)] if param.kept_whole else _SIZES[:1], param.dtype, param.device)
+
     def _trial(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial | None:
         """The states of a stand-in of this shape; None if the class cannot be tried."""
         key = (shape, dtype, device)
@@ -215,7 +225,9 @@ class KeptStates:
                 optimizer.step()
                 found.append(_by_kind(optimizer.state.get(param, {})))
         always = frozenset.intersection(*(frozenset(kinds) for kinds in found))
-        return _Trial(always, {kind: value for kinds in found for kind, value in kinds.items()})
+        group = optimizer.param_groups[0]
+        gained = {key: group[key] for key in group.keys() - self._settings.keys() - {"params"}}
+        return _Trial(always, {kind: value for kinds in found for kind, value in kinds.items()}, gained)
 
 
 def _by_kind(state: Mapping[Any, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.lazily import loaded
 from zeroshard.meta_models import Init, loaded_later
-from zeroshard.named_shards import NamedShard, ShardReader, named_group, restore_settings
+from zeroshard.named_shards import NamedShard, ShardReader, named_group
 from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
@@ -411,8 +411,7 @@ class Zero(Engine):
 
     def load_param_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore the settings that `named_param_groups` returned, to each group that has the same parameters."""
-        groups = self._optimizers.param_groups(self.model)
-        restore_settings([group for group, _ in groups], [names for _, names in groups], saved)
+        self._optimizers.restore_settings(self.model, saved)
 
     @by_every_rank
     def load_named_shards(self, reader: ShardReader) -> None:

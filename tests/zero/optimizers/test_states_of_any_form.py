@@ -30,6 +30,7 @@ class Keeps(Optimizer):
     def step(self, closure=None):
         common = self.state.setdefault("common", {"rate": 1.0, "steps": 0, ("any", 1): "key"})
         for group in self.param_groups:
+            group.update(count=group.get("count", 0) + 1, slower=group.get("slower", torch.tensor([1.0])) * 0.95)
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -44,7 +45,7 @@ class Keeps(Optimizer):
                 assert state[0]["none"] is None
                 assert state["both"][1][2] is torch.float32
                 factor = len(state[0]["seen"]) * common["rate"] * float(self.state["k"] + 1)
-                p.sub_(state["both"][0], alpha=group["lr"] * factor)
+                p.sub_(state["both"][0], alpha=group["lr"] * factor * float(group["slower"]) / group["count"])
         common.update(rate=common["rate"] * 0.9, steps=common["steps"] + 1)
         self.state["k"] += 1
 

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.lazily import loaded
-from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.named_shards import NamedShard, ShardReader, restore_settings
 from zeroshard.optimizer_classes.description import described
+from zeroshard.optimizer_classes.kept_states import CHECKPOINT, KeptStates
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
@@ -189,6 +190,17 @@ class EngineOptimizers:
             for known in self.piecewise
             for group, chosen in zip(known.optimizer.param_groups, known.by_group, strict=True)
         ]
+
+    def restore_settings(self, model: nn.Module, saved: Sequence[Mapping[str, Any]]) -> None:
+        """See `Zero.load_param_groups`."""
+        groups = self.param_groups(model)
+        facts = [(known.make, params) for known in self.piecewise for params in known.facts()]
+
+        def gained(index: int) -> Mapping[str, Any]:
+            make, params = facts[index]
+            return KeptStates(make, groups[index][0], None, CHECKPOINT).gained(params[0]) if params else {}
+
+        restore_settings([group for group, _ in groups], [names for _, names in groups], saved, gained)
 
     def hold_pieces(self) -> None:
         """Give the optimizers their pieces in the current groups; their states are by these pieces already."""
