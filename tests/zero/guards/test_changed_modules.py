@@ -178,6 +178,24 @@ def test_what_the_engine_cannot_follow_is_refused_before_the_next_forward(name, 
     run_threads(run, 2)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_was_resized_in_place_is_named(stage):
+    """As `resize_token_embeddings` does it where the embedding is tied."""
+
+    def run(comm):
+        model, zero = _engine(comm, stage)
+        optimizer = zero.optimizer(torch.optim.AdamW)
+        _train(model, optimizer, comm.rank)
+        weights = zero.state_dict()["embed.weight"]
+        what = r"is a tensor of shape \(12, 8\) now; .* keeps its shape, \(10, 8\): resize it before Zero\(\)$"
+        what = "was assigned to while the weights were sharded" if stage == 3 else what
+        with pytest.raises(RuntimeError, match=f"^embed.weight: its .data {what}"):
+            model.embed.weight.data = torch.cat([weights, weights[:2]])
+            _train(model, optimizer, comm.rank)
+
+    run_threads(run, 2)
+
+
 def test_a_module_that_left_again_may_be_trained_elsewhere():
     def run(comm):
         model, zero = _engine(comm, 3)

@@ -20,6 +20,14 @@ from zeroshard.zero.core.layout import FlatLayout, Slot
 SAMPLED = 16  # elements of a parameter that are compared
 
 
+def resized(name: str, now: Sequence[int], before: Sequence[int]) -> str:
+    """The error for a parameter whose ``.data`` has another shape now: `resize_token_embeddings` gives it one."""
+    return (
+        f"{name}: its .data is a tensor of shape {tuple(now)} now; a parameter under an engine keeps its shape, "
+        f"{tuple(before)}: resize it before Zero()"
+    )
+
+
 class ParamChanges:
     """Compares the parameters of one buffer with what the engine has made them show.
 
@@ -91,10 +99,7 @@ class ParamChanges:
                     f"{view.dtype} on {view.device}"
                 )
             if param.shape != view.shape:
-                raise RuntimeError(
-                    f"{name}: its .data is a tensor of shape {tuple(param.shape)} now; a parameter under an engine "
-                    f"keeps its shape, {tuple(view.shape)}"
-                )
+                raise RuntimeError(resized(name, param.shape, view.shape))
             with torch.no_grad():
                 view.copy_(param.data)
             param.data = view

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zeroshard.torch_internals import as_plain, let_foreach_take
 from zeroshard.uncompiled import uncompiled
+from zeroshard.zero.buffers.param_changes import resized
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
@@ -120,7 +121,7 @@ class ParamGrad:
 
     def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group
-        self.taker, self.slot, self.name = home.taker, home.slot, home.name
+        self.taker, self.slot, self.name, self.shape = home.taker, home.slot, home.name, home.shape
         self.grad: ShardedGrad | None = None
         self._home = home
         self._like = torch.empty(home.shape, device="meta")
@@ -187,6 +188,8 @@ def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[
         assert grad is not None
         if param.grad_dtype is None:
             grad = grad.to(param.dtype)  # as autograd would have done
+        if grad.shape != param_grad.shape:
+            raise RuntimeError(resized(param_grad.name, grad.shape, param_grad.shape))
         taker.expect_grad(param_grad.group)
         param_grad.group.grads.accumulate(param_grad.slot, grad)
         param_grad.show()
