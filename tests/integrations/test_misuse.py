@@ -1,5 +1,6 @@
 """Settings of `transformers.Trainer` and Accelerate that cannot work with the engine are refused in one line."""
 
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -64,6 +65,30 @@ def test_another_way_to_shard_is_refused(field, tmp_path):
     object.__setattr__(args, field, "given")  # as the packages that each needs would have checked it
     with pytest.raises(UserError, match=rf"^{field}: .*; leave .* out|leave it out"):
         ZeroTrainer(tiny(), args)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer. KeepsObjects keeps what no checkpoint can hold")
+@pytest.mark.parametrize("saves", [True, False])
+def test_states_that_no_checkpoint_can_hold_are_refused_before_the_first_step(saves, tmp_path):
+    import torch
+    from transformers import TrainingArguments
+
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    class KeepsObjects(torch.optim.SGD):
+        def step(self, closure=None):
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["made"] = object()
+            return super().step(closure)
+
+    model, rows = tiny(), [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
+    strategy = {"save_strategy": "steps" if saves else "no", "save_steps": 1, "max_steps": 1}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **strategy)
+    trainer = ZeroTrainer(model, args, train_dataset=rows, optimizers=(KeepsObjects(model.parameters(), lr=0.1), None))
+    told = pytest.raises(UserError, match=r"^optim: KeepsObjects keeps what .*; choose another, or set save_only")
+    with told if saves else nullcontext():
+        trainer.train()
+    assert trainer.state.global_step == (0 if saves else 1)
 
 
 def test_accelerate_refuses_to_compile_the_whole_model():

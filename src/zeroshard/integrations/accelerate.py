@@ -47,6 +47,8 @@ class Accelerator(accelerate.Accelerator):
 
     zero_plugin: ZeroPlugin
 
+    saves_states = False  # whether the states of optimizers will be saved, so that those that cannot be are refused
+
     def __init__(self, *, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_plugin = zero_plugin or ZeroPlugin()
@@ -99,6 +101,8 @@ class Accelerator(accelerate.Accelerator):
         for each in found if isinstance(found, tuple) else (found,):
             if isinstance(each, AcceleratedOptimizer):
                 take_over(each.optimizer, may_move=True)
+        for unsaved in (line for engine in self._engines() for line in engine.unsaved_states() if self.saves_states):
+            raise UserError("optim", unsaved, "choose another, or set save_only_model=True")
         return found
 
     def prepare_model(

@@ -73,7 +73,8 @@ class ZeroTrainerMixin(_Trainer):
         """As in the Trainer, with our `Accelerator`; every rank uses rank 0's output folder."""
         _require_possible(self.args)
         super().create_accelerator_and_postprocess()
-        Accelerator.in_place_of(self.accelerator, self.zero_plugin)
+        saves = self.args.save_strategy != transformers.trainer_utils.SaveStrategy.NO and not self.args.save_only_model
+        Accelerator.in_place_of(self.accelerator, self.zero_plugin).saves_states = saves
         self.args.output_dir = of_first_rank(self.args.output_dir)
 
     # -- saving -----------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ class KeptStates:
         self._settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
         self._saved_settings, self._source = saved_settings, source
         self._trials: dict[Any, _Trial | None] = {}
+        self._unsaved = ""
 
     def require(self, param: ParamFacts, saved: Mapping[str, SavedState]) -> Kept:
         """Return the states of a stand-in for ``param`` by kind, to which those that are loaded are made `alike`.
@@ -155,6 +156,11 @@ class KeptStates:
         """Return the settings that steps add to the group of ``param``, with a value of each; empty if not tried."""
         trial = self._small_trial(param)
         return {} if trial is None else trial.gained
+
+    def unsaved(self, param: ParamFacts) -> str:
+        """Return what a checkpoint cannot hold of the states of ``param``; "" if nothing, or if it is not tried."""
+        self._small_trial(param)
+        return self._unsaved
 
     def require_none(self, params: Iterable[ParamFacts]) -> None:
         """Raise UserError if the class keeps states, and none were saved because another class was."""
@@ -223,7 +229,11 @@ class KeptStates:
             for _ in range(NUM_STEPS):
                 param.grad = torch.full_like(param, 0.5)
                 optimizer.step()
-                found.append(_by_kind(optimizer.state.get(param, {})))
+                try:
+                    found.append(_by_kind(optimizer.state.get(param, {})))
+                except ValueError as error:
+                    self._unsaved = str(error)
+                    raise
         always = frozenset.intersection(*(frozenset(kinds) for kinds in found))
         group = optimizer.param_groups[0]
         gained = {key: group[key] for key in group.keys() - self._settings.keys() - {"params"}}

@@ -376,6 +376,10 @@ class Zero(Engine):
         groups = [group for group in self._runtime.groups() if not members.isdisjoint(group.params.params)]
         return unsharded_state(piecewise, groups)
 
+    def unsaved_states(self) -> list[str]:
+        """Return what of its optimizers' states a checkpoint cannot hold, in one line for each optimizer."""
+        return list(self._optimizers.unsaved)
+
     def pieces(self, optimizer: Optimizer | None = None) -> list[nn.Parameter]:
         """Return the tensors that ``optimizer`` updates on this rank, which are the keys of its ``state``.
 

@@ -189,9 +189,13 @@ def test_a_parameter_that_was_resized_in_place_is_named(stage):
         weights = zero.state_dict()["embed.weight"]
         what = r"is a tensor of shape \(12, 8\) now; .* keeps its shape, \(10, 8\): resize it before Zero\(\)$"
         what = "was assigned to while the weights were sharded" if stage == 3 else what
-        with pytest.raises(RuntimeError, match=f"^embed.weight: its .data {what}"):
+
+        def resize_and_train():
             model.embed.weight.data = torch.cat([weights, weights[:2]])
             _train(model, optimizer, comm.rank)
+
+        with pytest.raises(RuntimeError, match=f"^embed.weight: its .data {what}"):
+            resize_and_train()
 
     run_threads(run, 2)
 

@@ -37,6 +37,7 @@ class EngineOptimizers:
 
     Attributes:
         missed: the parameters whose states in the loaded checkpoint were dropped, because they had no optimizer yet.
+        unsaved: what of the states of the optimizers a checkpoint cannot hold, as far as trials have shown it.
         observers: what is attached to the engine.
         piecewise: the optimizers with their parameters and pieces, in the order in which they were made.
         require_same_model: raises if the model has other parameters than the engine was built with.
@@ -48,6 +49,7 @@ class EngineOptimizers:
         self._params = ShardedParams(runtime.groups())
         self.piecewise: list[PiecewiseOptimizer] = []
         self.missed: set[nn.Parameter] = set()
+        self.unsaved: list[str] = []
         self.require_same_model: Callable[[], None] = lambda: None
 
     # -- what the engine asks ---------------------------------------------------------------------------------
@@ -89,6 +91,10 @@ class EngineOptimizers:
             cut_states(piecewise)
         install_methods(piecewise)
         self.piecewise.append(piecewise)
+        unsaved = _unsaved(piecewise)
+        if unsaved:
+            self.unsaved.append(f"{type(piecewise.optimizer).__name__} keeps what no checkpoint can hold: {unsaved}")
+            warnings.warn(f"optimizer: {self.unsaved[-1]}; a save, restage() and state dicts will refuse", stacklevel=4)
         if not piecewise.has_state and not self.missed.isdisjoint(piecewise.members):
             warnings.warn(
                 f"optimizer: the checkpoint that was loaded has states for {type(piecewise.optimizer).__name__}, which "
@@ -285,3 +291,15 @@ class EngineOptimizers:
     def note_call(self, what: str) -> None:
         """Note a call that every rank must make."""
         call_of_every_rank(self._runtime.comm, what)
+
+
+def _unsaved(piecewise: PiecewiseOptimizer) -> str:
+    """Return what a checkpoint cannot hold of the states that steps will make; "" if nothing."""
+    if type(piecewise.optimizer).__module__.startswith(("torch.optim.", "zeroshard.")):
+        return ""
+    for group, params in zip(piecewise.optimizer.param_groups, piecewise.facts(), strict=True):
+        kept = KeptStates(piecewise.make, group, None, CHECKPOINT)
+        for param in {len(each.shape): each for each in params}.values():
+            if unsaved := kept.unsaved(param):
+                return unsaved
+    return ""
