@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,6 +92,24 @@ def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
     assert tokens(tmp_path / "sweep").items() > done.items()
     assert len(tokens(tmp_path / "sweep")) == 6
     assert len(list((tmp_path / "sweep").glob("cases/*/*/checkpoints"))) == 2
+
+
+def test_nothing_outside_of_the_folder_is_written_or_deleted_through_a_link(tmp_path, stand_in):
+    config, outside, folder = sweep(tmp_path, axes={"seed": [1]}), tmp_path / "outside", tmp_path / "sweep"
+    run_sweep(config, command=stand_in, stream=io.StringIO())
+    (case,) = (folder / "cases").iterdir()
+    outside.mkdir()
+    (outside / "file").write_text("precious")
+    shutil.rmtree(case / "0")
+    for name, place in (("0", outside), ("0.toml", outside / "file"), ("0.log", outside / "file")):
+        (case / name).unlink(missing_ok=True)
+        (case / name).symlink_to(place)
+    with pytest.raises(OSError, match=r"it is a symbolic link: .*0\.log"):
+        run_sweep(config, command=stand_in, stream=io.StringIO())
+    (case / "0.log").unlink()
+    assert run_sweep(config, command=stand_in, stream=io.StringIO()) == 0
+    assert sorted(path.name for path in case.iterdir() if not path.is_symlink()) == ["0", "0.log", "0.toml"]
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("file", "precious")]
 
 
 def test_a_case_that_fails_stops_no_other_and_runs_again_when_asked(tmp_path, stand_in):

@@ -9,7 +9,7 @@ import torch
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
-from zeroshard.comm import LocalCommunicator
+from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.retention import Retention
@@ -124,6 +124,31 @@ def test_weights_that_an_update_ruins_leave_the_good_checkpoints_and_the_line_na
     again.finish(skipping=False)
     again.close()
     assert _steps(folder) == [*range(5 - keep + 1, 5), 5, 6, 7]
+
+
+def test_a_replica_that_is_ruined_between_outer_steps_pushes_no_good_checkpoint_out(tiny_config):
+    saves = {"checkpoint_interval": 1, "checkpoint_async": False, "keep_checkpoints": 1}
+    local = {"strategy": "zero1", "shard_size": 1, "local_steps": {"every": 8}}
+    made = tiny_config(max_steps=8, eval_interval=0, optim={"max_not_finite": 20}, **saves, **local)
+
+    def go(comm):
+        run = build_run(made, comm, torch.device("cpu"))
+        step = run.local_steps.step
+
+        def ruin(**kwargs):
+            if comm.rank == 1 and run.local_steps.num_steps == 3:  # the update of step 4 has just been made
+                for piece in run.strategy.zero.pieces():
+                    piece.data.fill_(math.nan)
+            return step(**kwargs)
+
+        run.local_steps.step = ruin
+        try:
+            return train(run)
+        finally:
+            run.close()
+
+    assert run_threads(go, 2) == [ExitStatus.NOT_FINITE] * 2  # at the outer step
+    assert _steps(Path(made.out) / "checkpoints") == [3, 4, 5, 6, 7]  # 4 has the ruined replica
 
 
 def test_a_damaged_newer_checkpoint_takes_no_place_from_those_of_the_resumed_run(tiny_config, capsys):

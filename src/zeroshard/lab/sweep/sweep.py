@@ -119,7 +119,9 @@ class Runner:
 
     def _attempt(self, config: TrainConfig, target: Path, failure: Path) -> str:
         """Run ``config`` in ``target``; returns why it failed, in a line, or an empty string."""
-        if target.exists():
+        if target.is_symlink():  # what it leads to is not the sweep's
+            target.unlink()
+        elif target.exists():
             shutil.rmtree(target)
         failure.unlink(missing_ok=True)
         at = target.parent.relative_to(self.folder)

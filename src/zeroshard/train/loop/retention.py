@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from zeroshard.checkpoint import find, prune, read_manifest
 from zeroshard.errors import UserError, warn
@@ -105,7 +106,13 @@ def _saved_while_skipping(folder: Path, newest: int) -> set[int]:
 
 def _counts(path: Path) -> bool:
     try:
-        guard = read_manifest(path).extra.get("guard")
+        extra = read_manifest(path).extra
     except UserError:
         return False
-    return not (isinstance(guard, Mapping) and guard.get("not_finite_in_a_row"))
+    replicas = extra.get("guards")
+    return not any(map(is_skipping, [extra.get("guard"), *(replicas if isinstance(replicas, list) else [])]))
+
+
+def is_skipping(guard: Any) -> bool:
+    """Whether the last step had a NaN/Inf, by the state of its `StepGuard`."""
+    return isinstance(guard, Mapping) and bool(guard.get("not_finite_in_a_row"))

@@ -17,7 +17,7 @@ from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
 from zeroshard.regular_files import folder_inside
 from zeroshard.train.loop.outer_steps import guards_of_replicas
-from zeroshard.train.loop.retention import Retention
+from zeroshard.train.loop.retention import Retention, is_skipping
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
@@ -65,10 +65,16 @@ class Saving:
         """
         run = self._run
         self._alive(PATIENCE_S)
+        guards = [run.guard.state_dict()]
+        if run.local_steps is not None:
+            guards = guards_of_replicas(run.strategy.comm, run.together, run.guard)
         if self._retention is not None:
+            skipping = any(map(is_skipping, guards))
+            if run.local_steps is not None and not skipping:  # now alone this rank hears of other replicas' losses
+                self._retention.proved()
             self._retention.wait()  # a disk that has room for one checkpoint more need not have it for two
-            self._retention.began(step, proven=proven, skipping=run.guard.is_skipping)
-        extra = {
+            self._retention.began(step, proven=proven, skipping=skipping)
+        extra: dict[str, Any] = {
             "run": self._run_id,
             "config": run.config or {},
             "position": position(run, step),
@@ -78,7 +84,7 @@ class Saving:
             extra["loss_scaler"] = run.scaler.state_dict()
         extra["guard"] = run.guard.state_dict()
         if run.local_steps is not None:
-            extra["guards"] = guards_of_replicas(run.strategy.comm, run.together, run.guard)
+            extra["guards"] = guards
         extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)
         self._hear(self._saver.start(path, run.strategy, step=step, extra=extra))
@@ -97,7 +103,7 @@ class Saving:
     def poll(self, *, taken: bool) -> None:
         """Report the current save if it has ended; call it after each step, of which ``taken`` says if it was taken."""
         self._hear(self._saver.poll())
-        if taken and self._retention is not None:
+        if taken and self._retention is not None and self._run.local_steps is None:
             self._retention.proved()
 
     def sound(self) -> str:
@@ -112,7 +118,7 @@ class Saving:
         self._alive(PATIENCE_S)
         first = self._retention is not None
         if self._retention is not None:
-            self._retention.finish(skipping=self._run.guard.is_skipping)
+            self._retention.finish(skipping=is_skipping(self._run.guard.state_dict()))
         # Rank 0 looks whether the newest checkpoint that this run wrote is gone.
         is_gone = first and self._num_complete > 0 and not is_complete(self._folder / step_name(self.saved_at))
         is_gone = bool(largest(self._run.strategy.comm, is_gone))

@@ -41,11 +41,6 @@ class StepGuard:
         """Whether `max_in_a_row` steps in a row had a NaN/Inf, so that the run should end."""
         return self._not_finite_in_a_row >= self.max_in_a_row
 
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the last step had a NaN/Inf."""
-        return self._not_finite_in_a_row > 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON-serialisable values."""
         return {"num_skipped": self.num_skipped, "not_finite_in_a_row": self._not_finite_in_a_row}
