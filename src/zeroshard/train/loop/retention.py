@@ -54,6 +54,7 @@ class Retention:
 
     def proved(self) -> None:
         """Record that the present weights had a finite loss, and begin to delete what that makes superfluous."""
+        self._is_due |= bool(self._unproven)
         self._unproven.clear()
         self._begin()
 
@@ -73,7 +74,7 @@ class Retention:
 
     def finish(self, *, skipping: bool) -> None:
         """Delete what can be deleted at the end of a run, and wait for it; ``skipping`` as for `began`."""
-        if not skipping and not self._unproven:
+        if not skipping:
             self._begin()
         self.wait()
 
@@ -85,7 +86,8 @@ class Retention:
         if self._is_due:
             self.wait()
             self._is_due = False
-            self._work = self._pool.submit(prune, self._folder, self._newest, self._every, set(self._uncounted))
+            unsure = self._unproven | self._uncounted
+            self._work = self._pool.submit(prune, self._folder, self._newest, self._every, unsure)
 
 
 def _saved_while_skipping(folder: Path, newest: int) -> set[int]:
