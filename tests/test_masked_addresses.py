@@ -27,8 +27,8 @@ TINY = (
         ("http://host:80/a/x.jsonl", None),
         ("http://user:pw@host:80/x.jsonl?token=T&v=2#part", "http://***@host:80/x.jsonl?token=***&v=***#***"),
         (
-            "see (https://u:p@h/x?signed) and 'https://h/y?a=b'; again",
-            "see (https://***@h/x?*** and 'https://h/y?a=***'; again",
+            "see (https://u:p@h/x?signed); and 'https://h/y?a=b'; again",
+            "see (https://***@h/x?***); and 'https://h/y?a=***'; again",
         ),
         ("{'path': ['http://h/x?a=it's', 'mine.txt']}", "{'path': ['http://h/x?a=***', 'mine.txt']}"),
         ("http://user:pa/s#s@host/x", "http://***@host/x"),

@@ -13,18 +13,23 @@ import re
 
 MASK = "***"
 # An address in a text: up to a space, or to a quotation mark that ends it (an apostrophe may be part of a secret).
-_ADDRESS = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://(?:[^\s"'<>]|'(?![]),:;\s]|$))+""")
+_ADDRESS = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,30}://(?:[^\s"'<>]|'(?![]),:;\s]|$))+""")
 _PARAMETER = re.compile(r"([?&#](?:[^=&#]*=)?)[^&#]+")
 
 
 def masked(text: str) -> str:
     """Return ``text`` with the secrets of all addresses in it replaced by `MASK`; masked text stays as it is."""
-    return _ADDRESS.sub(lambda found: _masked_address(found[0]), text) if "://" in text else text
+    return _ADDRESS.sub(_masked_match, text) if "://" in text else text
 
 
 def is_masked(address: str) -> bool:
     """Whether an address has lost its secrets, so that it cannot be opened."""
     return "://" in address and masked(address) == address and MASK in address
+
+
+def _masked_match(found: re.Match[str]) -> str:
+    address = found[0].rstrip(")],.:;")  # the sentence's
+    return _masked_address(address) + found[0][len(address) :]
 
 
 def _masked_address(address: str) -> str:
