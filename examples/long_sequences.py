@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,8 +41,7 @@ def sum_of_losses(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> T
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    comm = TorchCommunicator()
+    comm = TorchCommunicator()  # of all ranks that torchrun has started
     model = build()
     sequence = SequenceParallel.of(comm, comm.world_size)
     share_sequences(model, sequence)
@@ -66,7 +64,6 @@ def main() -> None:
             optim_alone.step()
             optim_alone.zero_grad()
             print(f"step {step}  shared {float(told) / comm.world_size:.5f}  alone {float(whole.detach()):.5f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

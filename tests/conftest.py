@@ -36,7 +36,8 @@ from zeroshard.process import num_cpus
 
 MANY_MODULES = 20
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_STEP_ID")
+_OURS = ("ZEROSHARD_LAUNCHER_PID", "ZEROSHARD_IS_RANK")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -73,7 +74,7 @@ def _imports_are_not_collected():
 
 @pytest.fixture(autouse=True)
 def _in_no_world(monkeypatch):
-    for name in (*_WORLD, *_SLURM, "ZEROSHARD_LAUNCHER_PID"):
+    for name in (*_WORLD, *_SLURM, *_OURS):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -66,7 +66,7 @@ def _losses(folder):
 def test_a_run_takes_a_model_data_and_a_strategy_from_their_rows_and_exports_no_model_that_it_is_not(
     rows, tmp_path, capsys
 ):
-    assert main([*TRAIN, "--model", "running-mean", "--data", "squares", "--strategy", "ddp-bf16"]) == 0
+    assert main([*TRAIN, "--model", "running-mean", "--data", "squares", "--strategy", "ddp-fp16"]) == 0
     assert summary_of("mine")["status"] == "ok"
     assert 'source = "squares"' in (tmp_path / "mine" / "config.toml").read_text()
     assert main(["export", "mine", "hf"]) == 2
@@ -111,7 +111,7 @@ def test_the_new_operation_is_served_and_told(rows):
 
 @pytest.mark.parametrize("key", ["strategy", "comm"])
 def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
-    name, table = {"strategy": ("ddp-bf16", STRATEGIES), "comm": ("gather", COMMUNICATORS)}[key]
+    name, table = {"strategy": ("ddp-fp16", STRATEGIES), "comm": ("gather", COMMUNICATORS)}[key]
     assert validate(TrainConfig, {key: name}).model_dump()[key] == name
     with pytest.raises(UserError) as refused:
         validate(TrainConfig, {key: "nothing"})

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,11 @@ from zeroshard.launch.process_group import init_process_group, meet, shutdown
 from zeroshard.launch.start_ranks import launch_workers
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123", "SLURM_STEP_ID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
+ON_ONE = {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_MCA_ess_base_jobid": "7"}
+MPICH = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"}
+ADDRESS = {"MASTER_ADDR": "h", "MASTER_PORT": "9"}
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -52,8 +57,17 @@ ENVIRONMENTS = [
     ({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"}, World(3, 3, 4, "n0", 29500)),
     (SLURM | {"SLURM_JOB_NODELIST": "gpu[07-09,12],x3"}, World(5, 1, 8, "gpu07", 20_123)),  # the job's own port
     (SLURM | {"SLURM_JOB_NODELIST": "a-1,b-2"}, World(5, 1, 8, "a-1", 20_123)),
-    (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, World(5, 1, 8, "h", 9)),
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+    (SLURM | ADDRESS, World(5, 1, 8, "h", 9)),
+    (SLURM | ADDRESS | {"WORLD_SIZE": "8"}, World(5, 1, 8, "h", 9)),  # a script that sets all but the rank
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, None),
+    (SLURM | {"SLURM_STEP_ID": "4294967290"}, None),  # the shell of salloc
+    ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),  # the script of sbatch
+    (OPEN_MPI | ADDRESS, World(5, 1, 8, "h", 9)),
+    (OPEN_MPI | ON_ONE, World(5, 1, 8, "127.0.0.1", 20_000 + zlib.crc32(b"7") % 40_000)),
+    (OPEN_MPI | ADDRESS | SLURM | {"SLURM_PROCID": "0"}, World(5, 1, 8, "h", 9)),  # mpirun starts its helpers by srun
+    (MPICH | ADDRESS | SLURM | {"SLURM_PROCID": "0"}, World(5, 1, 8, "h", 9)),
+    ({"WORLD_SIZE": "1"}, None),
+    ({"WORLD_SIZE": "1", "RANK": "0"}, World()),
     (SLURM | TORCHRUN, World(3, 1, 4, "n0", 29500)),  # torchrun inside a job
 ]
 
@@ -69,7 +83,10 @@ def test_the_environment_says_which_rank_this_process_is(env, world):
         ({"RANK": "x"}, "RANK"),
         ({"RANK": "4"}, "RANK"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE"),
+        ({"RANK": None}, "RANK"),
+        ({"RANK": None, **SLURM}, "RANK"),  # another number of ranks than SLURM's
         ({"MASTER_ADDR": None}, "MASTER_ADDR"),
+        ({"MASTER_PORT": None}, "MASTER_PORT"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT"),
     ],
 )

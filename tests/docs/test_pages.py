@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import forked
-from pages import BLOCKS, PAGES, ROOT, blocks_of
+import page_ranks
+from pages import BLOCKS, PAGES, ROOT, python_of
 from zeroshard.cli import VERBS
 from zeroshard.errors import UserError
 from zeroshard.flags import flags_of, read_flags, take_option
@@ -36,6 +37,11 @@ FLAGS_OF_WORDS = {  # of verbs that have no class of settings
 
 # Their commands are those of tutorial.md, checkpoints.md and choose-a-stage.md with other numbers.
 WITH_SOAK = {"trainer.md", "gpus.md", "measure.md", "study.md"}
+
+
+ASKS = re.compile(r"\b(?:Zero|ShardedOptimizer|main)\(")  # for the ranks that a launcher has started
+READ_ROWS = 2  # from this one on the page's libraries divide rows; tests/integrations compares those
+OF_ONE_PROCESS = {"hugging-face.md"}  # its program exports, which one process does
 
 
 def _by_name(blocks):
@@ -82,14 +88,19 @@ def test_the_shell_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])
-def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    shown: dict[str, object] = {"__name__": "page"}
-    for block in blocks_of(page):
-        if block.language == "python" and not block.mark.startswith("not run: "):
-            # What this file imports from __future__ is not the page's.
-            exec(compile("\n" * block.line + block.code, block.page, "exec", dont_inherit=True), shown)
+def test_the_python_of_a_page_runs_and_trains_alike_under_torchrun(page, tmp_path, monkeypatch):
+    under_torchrun = any(ASKS.search(block.code) for block in python_of(page)) and page.name not in OF_ONE_PROCESS
+    ranks = page_ranks.start(page, tmp_path / "ranks") if under_torchrun else []
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    alone = page_ranks.trained(page)
+    (first, *others) = page_ranks.ended(ranks) if ranks else (alone,)
+    assert [num_ranks for num_ranks, _ in first] == [len(ranks) or 1] * len(alone)
+    for place, (_, weights) in enumerate(first):
+        for other in others:
+            torch.testing.assert_close(other[place][1], weights, rtol=0, atol=0)
+        if not (page.name == "transformers.md" and place >= READ_ROWS):
+            torch.testing.assert_close(weights, alone[place][1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("block", _by_name(block for block in SHELL if block.commands))

@@ -1,22 +1,27 @@
 """What the README shows can be run, and what it points to is there."""
 
 import re
+import sys
 from pathlib import Path
 
-import torch
+import forked
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_library_in_twelve_lines_trains():
+def test_the_library_in_twelve_lines_shards_under_torchrun(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     assert len([line for line in code.splitlines() if line.strip()]) == 12
-    shown: dict[str, object] = {}
-    torch.manual_seed(0)
-    exec(code, shown)
-    assert shown["step"] == 9
-    assert list(shown["weights"]) == list(shown["model"].state_dict())
+    (tmp_path / "loop.py").write_text(
+        f"{code}\nassert list(weights) == [name for name, _ in model.named_parameters()]\n"
+        "print(zero.comm.world_size, step, sum(each.double().sum().item() for each in weights.values()))\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = forked.run([*launcher, str(tmp_path / "loop.py")], capture_output=True, text=True, check=True, timeout=600)
+    first, second = done.stdout.splitlines()
+    assert first == second
+    assert first.startswith("2 9 ")
 
 
 def test_a_stranger_reads_it_to_the_end():

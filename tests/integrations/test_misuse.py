@@ -111,6 +111,18 @@ def test_a_model_is_prepared_once_and_stays_the_object_that_it_was():
     assert accelerator.engine_of(model) is engine
 
 
+def test_ranks_of_which_accelerate_does_not_know_are_refused(monkeypatch):
+    """Under srun each of its processes would read all rows."""
+    from zeroshard.comm import NullCommunicator
+    from zeroshard.integrations.accelerate import Accelerator
+    from zeroshard.integrations.plugin import ZeroPlugin
+    from zeroshard.zero import Zero
+
+    monkeypatch.setattr(ZeroPlugin, "engine", lambda self, model, precision: Zero(model, comm=NullCommunicator(2)))
+    with pytest.raises(UserError, match=r"^accelerate: Accelerate divides data by 1 where 2 ranks train; start with "):
+        Accelerator(cpu=True).prepare(tiny())
+
+
 def test_what_is_ddps_own_is_refused():
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 

@@ -61,4 +61,17 @@ def blocks_of(page: Path) -> list[Block]:
     ]
 
 
+def python_of(page: Path) -> list[Block]:
+    """Its blocks that run."""
+    return [block for block in blocks_of(page) if block.language == "python" and not block.mark.startswith("not run: ")]
+
+
+def run_python(page: Path) -> None:
+    """Run them one after the other."""
+    shown: dict[str, object] = {"__name__": "page"}
+    for block in python_of(page):
+        # What this file imports from __future__ is not the page's.
+        exec(compile("\n" * block.line + block.code, block.page, "exec", dont_inherit=True), shown)
+
+
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -1,45 +1,11 @@
-import socket
-import threading
-from contextlib import ExitStack
-
 import pytest
-import torch
 import torch.distributed as dist
 
 from tiny_runs import built
-from zeroshard.comm import PeerError, run_threads
+from zeroshard.comm import run_threads
+from zeroshard.comm.rendezvous import agree_at
 from zeroshard.errors import UserError
-from zeroshard.launch.environment import World
-from zeroshard.train.setup import agree, ranks
-from zeroshard.train.setup.agree import agree_at, agree_on, code_version, start_facts
-
-
-@pytest.mark.parametrize(("absent", "named"), [({2}, "rank 2 of 4"), ({1, 3}, "rank 1, 3 of 4"), ({0}, "rank 0 of 4")])
-def test_ranks_that_do_not_come_are_named_by_all_that_did(monkeypatch, absent, named):
-    monkeypatch.setattr(agree, "RENDEZVOUS_S", 0.3)
-    store, said = dist.HashStore(), []
-
-    def rank_main(rank):
-        with pytest.raises(PeerError, match=rf"^{named} did not join the rendezvous") as caught:
-            agree_at(store, rank, 4, {"lr": 0.1})
-        said.append(str(caught.value))
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(4) if rank not in absent]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(said) == 4 - len(absent)
-
-
-def test_a_rank_zero_that_never_comes_is_named(monkeypatch):
-    monkeypatch.setattr(ranks, "RENDEZVOUS_S", 0.2)
-    with socket.socket() as probe, ExitStack() as stack:
-        probe.bind(("127.0.0.1", 0))
-        world = World(1, 1, 2, "127.0.0.1", probe.getsockname()[1])
-        probe.close()
-        with pytest.raises(PeerError, match=r"^rank 0 did not join the rendezvous at 127\.0\.0\.1:\d+ within 0\.2 s"):
-            ranks.join(world, "shm", "zero2", torch.device("cpu"), stack)
+from zeroshard.train.setup.agree import agree_on, code_version, start_facts
 
 
 @pytest.mark.parametrize(

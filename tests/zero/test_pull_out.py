@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(zeroshard.__file__).parent
 
 # what the core imports outside of zero/; then what conftest.py does
-BELOW_THE_CORE = ["comm", "errors.py", "rules.py", "stopwatch.py", "torch_internals.py", "uncompiled.py"]
+BELOW_THE_CORE = ["comm", "launch", "errors.py", "rules.py", "stopwatch.py", "torch_internals.py", "uncompiled.py"]
 BELOW_THE_CORE += ["finalizers.py", "wire_formats.py", "__init__.py", "lazily.py", "gc_frequency.py", "process.py"]
 BELOW_ZERO = [
     *BELOW_THE_CORE,

@@ -114,7 +114,10 @@ class Accelerator(accelerate.Accelerator):
                 self._models.append(model)
             return model
         model = super().prepare_model(model, device_placement, evaluation_mode=True)  # no DDP
-        self.zero_plugin.engine(model, self.mixed_precision)
+        num_ranks = self.zero_plugin.engine(model, self.mixed_precision).comm.world_size
+        if num_ranks != self.num_processes:  # srun's variables are none that Accelerate reads
+            what = f"Accelerate divides data by {self.num_processes} where {num_ranks} ranks train"
+            raise UserError("accelerate", what, "start with torchrun or `accelerate launch`")
         if not hasattr(model, "no_sync"):
             vars(model)["no_sync"] = _refuse_no_sync
         return model

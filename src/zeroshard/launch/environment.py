@@ -1,8 +1,12 @@
 """Environment variables: this process's rank and world, and what it passes on to the processes that it starts.
 
-Other modules read variables through this one, except `zeroshard.process`, which sets those that libraries read. A world
-is recognised by the variables of torchrun and torch's elastic agent (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), else by those of srun (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS).
+Other modules read variables through this one, except `zeroshard.process`, which sets those that libraries read.
+
+[Note: Who has started this process]
+    A world is recognised by the variables of torchrun, Open MPI, MPICH, Intel MPI or srun, in this order: under SLURM
+    ``mpirun`` starts its own helpers by srun, whose variables its ranks inherit. SLURM sets SLURM_PROCID and
+    SLURM_NTASKS also where it has started one process only, in the script of ``sbatch`` and in the shell of ``salloc``.
+    There SLURM_STEP_ID is missing or a special number; srun counts its steps from 0.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import re
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -23,6 +28,15 @@ from zeroshard.process import num_cpus
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the ranks of `launch_workers`
 _RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set for them too, once they have been restarted
 _NODES = "ZEROSHARD_NODES"  # set for them too, if they are to enter network namespaces
+_IS_RANK = "ZEROSHARD_IS_RANK"  # set by a rank for the processes that it starts: see `claim_rank`
+_LAUNCH = "start with `zeroshard train --nproc N`, torchrun or srun"
+
+# What launchers call a process's rank, its rank on its machine, and the number of processes.
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
+_MPICH = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # Intel MPI too
+_SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
+_NO_STEP = 0xFFFF_FFF0  # from here on SLURM_STEP_ID is that of a batch script or an interactive shell
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +70,39 @@ def world_from_env(env: Mapping[str, str] | None = None) -> World | None:
         UserError: a variable is missing, is no number, or contradicts another.
     """
     env = os.environ if env is None else env
-    if "RANK" in env or "WORLD_SIZE" in env:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "0")
-    elif env.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in env:
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-        addr = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
-        # every rank must choose the same port, and two jobs on one machine different ones
-        port = env.get("MASTER_PORT") or str(20_000 + _number(env, "SLURM_JOB_ID", "0") % 40_000)
-    else:
+    names = _names_of_launcher(env)
+    if names is None:
         return None
     rank, world_size = _number(env, names[0]), _number(env, names[2])
     # without a local rank we assume that all ranks are on one machine
     local_rank = _number(env, names[1], str(rank))
     if not 0 <= rank < world_size:
         raise UserError(names[0], f"{rank} is outside a world of {world_size}", f"set it below {names[2]}")
-    if world_size > 1 and not addr:
-        raise UserError("MASTER_ADDR", "is not set", "start with `zeroshard train --nproc N`, torchrun or srun")
-    return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port}, "MASTER_PORT"))
+    if world_size == 1:
+        return World(local_rank=local_rank)
+    addr, port = _address(env, names)
+    if not addr:
+        raise UserError("MASTER_ADDR", "is not set", _LAUNCH)
+    return World(rank, local_rank, world_size, addr, _number({"MASTER_PORT": port} if port else {}, "MASTER_PORT"))
+
+
+def num_tasks_without_srun() -> int:
+    """How many tasks SLURM has for the job whose script, or shell, has started this process without srun; else 0."""
+    num_tasks = os.environ.get("SLURM_NTASKS", "")
+    return int(num_tasks) if num_tasks.isdecimal() and not _in_step(os.environ) else 0
+
+
+def claim_rank(world: World) -> int:
+    """Note, for processes that this one starts, that it is this rank of ``world``.
+
+    Returns:
+        The id of the process that is this rank already: it has started this one, which has its variables; else 0.
+    """
+    pid, _, claimed = os.environ.get(_IS_RANK, "").partition(" ")
+    if claimed == str(world) and pid != str(os.getpid()):
+        return int(pid)
+    os.environ[_IS_RANK] = f"{os.getpid()} {world}"
+    return 0
 
 
 def variable(name: str) -> str:
@@ -190,11 +219,43 @@ def tell_launcher(line: str) -> bool:
     return True
 
 
+def _names_of_launcher(env: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the names of the variables that say this process's rank: [Note: Who has started this process]."""
+    if "RANK" in env:
+        return _TORCHRUN
+    for names in (_OPEN_MPI, _MPICH, _SRUN):
+        there = names[0] in env and (_in_step(env) if names is _SRUN else names[1] in env)
+        size = env.get(names[2], "1")
+        if there and size != "1" and env.get("WORLD_SIZE", size) == size:
+            return names
+    return _TORCHRUN if env.get("WORLD_SIZE", "1") != "1" else None
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return step.isdecimal() and int(step) < _NO_STEP
+
+
+def _address(env: Mapping[str, str], names: tuple[str, str, str]) -> tuple[str, str]:
+    """Return address and port of the rendezvous; empty where they are unknown. Every rank finds the same."""
+    addr, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if names is _SRUN:
+        # two jobs on one machine choose different ports
+        own_port = 20_000 + _number(env, "SLURM_JOB_ID", "0") % 40_000
+        return addr or _first_host(env.get("SLURM_JOB_NODELIST", "")), port or str(own_port)
+    if names is _OPEN_MPI:
+        on_one_machine = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env[names[2]]
+        job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "")
+        own_port = str(20_000 + zlib.crc32(job.encode()) % 40_000) if job else ""
+        return addr or ("127.0.0.1" if on_one_machine else ""), port or own_port
+    return addr, port
+
+
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
     text = env.get(name, default)
     if not re.fullmatch(r"\d+", text):
         what = f"{text!r} is not a number" if name in env else "is not set"
-        raise UserError(name, what, "start with `zeroshard train --nproc N`, torchrun or srun")
+        raise UserError(name, what, _LAUNCH)
     return int(text)
 
 

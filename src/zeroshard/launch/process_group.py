@@ -46,7 +46,8 @@ def init_process_group(
 
     Args:
         world: this rank's place in the world, with the address of the store if there are several ranks.
-        device: the model's device. On CUDA, NCCL moves CUDA tensors and gloo CPU tensors; else gloo moves all.
+        device: the model's device. On CUDA, NCCL moves CUDA tensors and gloo CPU tensors; else gloo moves all. Without
+            an index NCCL connects at its first collective.
         timeout_s: seconds after which a collective that a peer never joins fails.
         store: the store at which the ranks have met; None: call `meet` now.
 
@@ -63,7 +64,7 @@ def init_process_group(
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_cuda else None,
+        device_id=device if on_cuda and device.index is not None else None,
     )
     return store
 

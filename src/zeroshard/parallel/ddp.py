@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
+from zeroshard.comm.rendezvous import joined
 from zeroshard.ema.average import EMA, Ema
 from zeroshard.named_shards import (
     NamedShard,
@@ -59,7 +60,7 @@ class DdpStrategy:
     def __init__(self, setup: Setup, strategy: str) -> None:
         if any(param.is_meta for param in setup.model.parameters()):
             raise ValueError(f"{strategy} keeps unsharded weights on each rank: build the model on a real device")
-        grouped = is_grouped()
+        grouped = joined(setup.device) if setup.comm is None else is_grouped()
         self.comm: Communicator = setup.comm or (TorchCommunicator() if grouped else LocalCommunicator())
         if self.comm.world_size > 1:
             require_group(self.comm, strategy)

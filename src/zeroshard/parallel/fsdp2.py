@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
+from zeroshard.comm.rendezvous import joined
 from zeroshard.ema.average import EMA, Ema
 from zeroshard.meta_models import DrawsParts, loaded_later
 from zeroshard.named_shards import (
@@ -41,7 +42,7 @@ from zeroshard.named_shards import (
 from zeroshard.optimizer_classes.kept_states import alike
 from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup
-from zeroshard.parallel.ddp import is_grouped, load_average, require_group
+from zeroshard.parallel.ddp import load_average, require_group
 from zeroshard.state_conversion import as_kept
 
 
@@ -57,7 +58,7 @@ class Fsdp2:
     """
 
     def __init__(self, setup: Setup) -> None:
-        if setup.comm is None and not is_grouped():
+        if setup.comm is None and not joined(setup.device):
             raise ValueError("fsdp2 trains over torch.distributed's default group: call init_process_group first")
         self.comm: Communicator = setup.comm or TorchCommunicator()
         require_group(self.comm, "fsdp2")

@@ -83,7 +83,7 @@ class ShardedOptimizer(Optimizer):
         params: parameters, named or not, or group dicts of them, as for any optimizer.
         optimizer_cls: a class that works tensor by tensor (`requirements.classify` says which do): all of
             `torch.optim` but LBFGS.
-        process_group: among which ranks; None: `torch.distributed`'s default group if initialised, else one process.
+        process_group: among which ranks; None: `torch.distributed`'s default group, as for `zeroshard.Zero`.
         comm: a `Communicator` instead of a process group.
         bucket_bytes: parameters smaller than this are packed into broadcasts of at most so many bytes. Of these
             `MAX_PENDING_BROADCASTS` are in flight, which is all the memory that a step takes. A larger parameter is

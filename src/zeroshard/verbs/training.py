@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from zeroshard import process
-from zeroshard.errors import ExitStatus, UserError, path_line
+from zeroshard.errors import ExitStatus, UserError, path_line, warn
 from zeroshard.flags import take_option
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.sizes import parse_nnodes
@@ -66,6 +66,9 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         if ending.line:
             say(ending.line)
         return ending.status
+    num_tasks = environment.num_tasks_without_srun() if world is None else 0
+    if num_tasks > 1:
+        warn(f"nproc: SLURM has {num_tasks} tasks for this job, and this run has one rank: srun did not start it")
     if world is not None and not several and config.nproc not in (0, world.world_size):
         raise UserError(
             "nproc", f"{config.nproc} ranks in a world of {world.world_size}", "leave --nproc out under a launcher"

@@ -186,6 +186,15 @@ def _check_lookups(model: nn.Module, rank_groups: RankGroups) -> None:
             )
 
 
+def device_of(model: object, device: torch.device | str | None) -> torch.device | None:
+    """Return where ``model`` will train; None if it has no parameters, or is no module."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    found = next((param.device for param in params), None)
+    if found is None or found.type != "meta":
+        return found
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _default_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)

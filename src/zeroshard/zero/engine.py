@@ -65,7 +65,8 @@ class Zero(Engine):
             be called as a module. A list of them, a class or its name (``"LlamaDecoderLayer"``), several of these, or
             a path (``"model.layers"``). ``"auto"``: a Hugging Face model's blocks, else the largest list of one class.
             None: the elements of the outermost `nn.ModuleList`s. The logger ``zeroshard.zero`` reports the choice.
-        comm: the ranks that train together; None: `torch.distributed` if it is initialised, else one process.
+        comm: the ranks that train together; None: those of `torch.distributed`, which is initialised here if torchrun,
+            srun or MPI has started several processes (`zeroshard.comm.rendezvous`), else this process alone.
         precision: dtypes and wire formats; None: every parameter computes and is sent in its own dtype.
         init: ``init(name, tensor)`` fills in place each tensor that was on the meta device: buffers on every rank, and
             parameters, in their own dtype, on rank 0, which broadcasts them. If it has a method ``part``
@@ -123,7 +124,7 @@ class Zero(Engine):
         reproducible: int | None = None,
         offload: Offload | None = None,
     ) -> None:
-        comm = communicator(comm)
+        comm = communicator(comm, device=construction.device_of(model, device))
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
         with construction.same_on_every_rank(comm) as told:

@@ -43,6 +43,7 @@ from zeroshard.comm.base import (
     kept_apart,
     own_group,
 )
+from zeroshard.comm.rendezvous import default_group, joined
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -120,17 +121,12 @@ class TorchCommunicator:
             are on the device, and the host waits for the device at each.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``; at the first
-            collective on CPU tensors: the ranks cannot connect over gloo.
+        RuntimeError: `torch.distributed` is not initialised, and no launcher has started several ranks; or this rank is
+            outside ``group``; at the first collective on CPU tensors: the ranks cannot connect over gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, host_messages: bool = True) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
-                "or use LocalCommunicator() for one process"
-            )
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group if group is not None else default_group()
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         if self.rank < 0:
@@ -292,16 +288,19 @@ class TorchCommunicator:
         return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
-def communicator(given: Communicator | None, process_group: dist.ProcessGroup | None = None) -> Communicator:
+def communicator(
+    given: Communicator | None, process_group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Communicator:
     """Return the ranks that train together, watched for ranks that diverge: `zeroshard.comm.wrappers.library_watch`.
 
-    None stands for those of ``process_group`` or, without it, for `torch.distributed`'s if it is initialised, else for
-    this process alone. Collective.
+    None stands for those of ``process_group`` or, without it, for those that a launcher has started
+    (`zeroshard.comm.rendezvous.joined`; ``device`` is where the model is, None: not known), else for this process
+    alone. Collective.
     """
     if given is None:
-        among_several = process_group is not None or (dist.is_available() and dist.is_initialized())
+        among_several = process_group is not None or joined(device)
         given = TorchCommunicator(process_group) if among_several else LocalCommunicator()
-    if given.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if given.world_size == 1 or not dist.is_initialized():
         return given
     from zeroshard.comm.wrappers import library_watch  # the library is imported without it
 

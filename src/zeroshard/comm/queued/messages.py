@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.base import Groups, Work
+from zeroshard.comm.rendezvous import default_group
 
 CPU = torch.device("cpu")
 _num_stores: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -60,15 +61,9 @@ def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, in
     """Return the group itself (the default one for None), this process's rank in it, and its size.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this process is no member.
+        RuntimeError: there is no default group, and no launcher to make it for, or this process is no member.
     """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group() first, "
-            "or use LocalCommunicator() for one process"
-        )
-    parent = group if group is not None else dist.group.WORLD
-    assert parent is not None
+    parent = group if group is not None else default_group(CPU)
     rank = dist.get_rank(parent)
     if rank < 0:
         raise RuntimeError("this process is no member of the group; build the communicator on its members only")

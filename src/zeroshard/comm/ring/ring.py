@@ -55,7 +55,7 @@ class RingCommunicator(QueuedCommunicator):
         timeout_s: seconds without data from a peer after which a collective raises; only for the transport made here.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+        RuntimeError: as `TorchCommunicator`.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class SharedMemoryCommunicator(QueuedCommunicator):
             noticed within a second.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised, or this rank is outside ``group``.
+        RuntimeError: as `TorchCommunicator`.
         UserError: the ranks are not all on one host, or it has too little memory, or another system than Linux.
     """
 

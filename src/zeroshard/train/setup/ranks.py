@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator, PeerError
+from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
+from zeroshard.comm.rendezvous import meet_alike
 from zeroshard.comm.shm.mapped import CAN_SHARE
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
 from zeroshard.errors import UserError
 from zeroshard.launch.environment import World
-from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
+from zeroshard.launch.process_group import init_process_group, shutdown
 from zeroshard.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.links import Links
-from zeroshard.train.setup.agree import RENDEZVOUS_S, agree_at
 
 
 class Joined(NamedTuple):
@@ -61,7 +59,7 @@ def join(
         raise UserError("comm", f"{wanted} moves CPU tensors, and this run is on {device}", "use auto or torch")
     if links is not None:
         links.enter(world)
-    store = _met(world, facts)
+    store = meet_alike(world, facts)
     init_process_group(world, device, store=store)
     comm = (named or COMMUNICATORS[choose(strategy, device)])()
     close = getattr(comm, "close", None)
@@ -78,29 +76,6 @@ def join(
     if not overlap:
         comm = BlockingCommunicator(comm)
     return Joined(comm, found)
-
-
-def _met(world: World, facts: Mapping[str, object] | None) -> dist.Store:
-    """Connect to the store of the ranks and check that all have the same ``facts``; returns the store.
-
-    Raises:
-        PeerError: rank 0, which hosts the store, did not start it.
-        UserError: the port is in use, or a rank has other facts.
-    """
-    try:
-        store = meet(world, RENDEZVOUS_S)
-    except dist.DistError as error:
-        if world.rank == 0 and "in use" in str(error):
-            what = f"{world.master_port}, the port of the rendezvous, is in use on this machine"
-            raise UserError("port", what, "give another one, as --port or MASTER_PORT") from None
-        if world.rank == 0:
-            raise
-        where = f"{world.master_addr}:{world.master_port}"
-        raise PeerError(f"rank 0 did not join the rendezvous at {where} within {RENDEZVOUS_S:g} s") from error
-    store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    if facts is not None and world.world_size > 1:
-        agree_at(dist.PrefixStore("agree", store), world.rank, world.world_size, facts)
-    return store
 
 
 def choose(strategy: str, device: torch.device) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, labelled
+from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.core.hooks import UnitHooks, take_gradients
@@ -61,11 +62,10 @@ class Engine:
     ) -> Engine:
         """Move the parameters to flat buffers, and hook the model: it trains from rank 0's values. Collective.
 
-        ``units`` are submodules whose parameters are gathered and reduced together, in the order in which they run;
-        ``prefetch`` is how many of them ahead weights are gathered. ``comm``: None is this process alone. ValueError
-        names what `zeroshard.Zero` is for, a model that has an engine, and a unit that is not the model's.
+        ``units``, in the order in which they run: their weights are gathered together, ``prefetch`` of them ahead.
+        ``comm`` is as for `zeroshard.Zero`. ValueError: what that is for, a model that has an engine, another's unit.
         """
-        comm, strategy, policy = comm or LocalCommunicator(), resolve_strategy(stage), precision or Precision()
+        comm, strategy, policy = comm or communicator(None), resolve_strategy(stage), precision or Precision()
         if strategy.secondary_shard_size is not None or type(policy) is not Precision:
             raise ValueError("stage, precision: a second copy and MixedPrecision need zeroshard.Zero; give a Precision")
         if model in _MODELS or not set(units) <= set(model.modules()):
