@@ -13,7 +13,9 @@ the unit was compiled (``block.compile()``) or the model around it (``torch.comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,3 +30,26 @@ def uncompiled(function: _Function) -> _Function:
     It imports the compiler, which takes seconds; torch's optimizers import it too.
     """
     return torch.compiler.disable(function, reason=_REASON)
+
+
+_lock, _num_eager, _stance = threading.Lock(), 0, None
+
+
+@contextmanager
+def eagerly() -> Generator[None]:
+    """In this block functions that are compiled run as they were written, and nothing is compiled.
+
+    The compiler's state is that of a process. So of threads that are ranks the last one to leave restores it.
+    """
+    global _num_eager, _stance
+    with _lock:
+        _num_eager += 1
+        if _num_eager == 1:
+            _stance = torch.compiler.set_stance("force_eager")
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_eager -= 1
+            if _num_eager == 0 and _stance is not None:
+                _stance.__exit__(None, None, None)

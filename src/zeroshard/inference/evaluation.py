@@ -43,7 +43,6 @@ from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.setup.sequence_check import require_shared
 from zeroshard.train.state.read_as import WeightsAlone
 
 MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
@@ -168,9 +167,7 @@ def _share_sequences(
     model: LanguageModel, config: EvalConfig, comm: Communicator, seq_len: int, device: torch.device
 ) -> None:
     rules.check_cut("seq_len", seq_len, config.sequence_parallel)
-    model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel))
-    if not model.shares_sequences:
-        require_shared(model, model, comm, seq_len, device, narrow=config.dtype != "float32")
+    model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=seq_len))
 
 
 def _last_weights_alone(config: EvalConfig) -> None:

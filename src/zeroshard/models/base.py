@@ -25,6 +25,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
 from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zero
 from zeroshard.models.cache import KVCache
+from zeroshard.models.compared_rows import ComparedRows
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.recompute import recomputed_blocks
 from zeroshard.models.sequence_parallel import SequenceParallel
@@ -69,8 +70,8 @@ class LanguageModel(nn.Module, ABC):
         takes_positions: whether ``forward`` also takes ``positions_BT`` [B, T], int64, which restart at 0 in each of
             several examples in a row, and keeps attention inside each (`zeroshard.models.document_masks.mask_of`).
         keeps_examples_apart: whether attention is known to stay inside the examples of a row; else a run checks it.
-        shares_sequences: whether ranks that share a sequence are known to compute what one rank would; else a run
-            checks it.
+        shares_sequences: whether ranks that share a sequence are known to compute what one rank would; else they
+            compare rows. It holds for the class that says so, and not for classes of yours that extend it.
         traces_on_meta: whether forward and backward depend on the device by their kernels alone, so that a trace on the
             meta device shows what they do elsewhere.
         takes_loss_options: whether the model's loss takes the `loss_options`.
@@ -160,17 +161,36 @@ class LanguageModel(nn.Module, ABC):
             raise UserError("sequence_parallel", what, "set output_router_logits to false in its config.json")
         self.attach_sequence(sequence)
         self.sequence = sequence
+        is_known = type(self).__module__.startswith("zeroshard.") or "shares_sequences" in vars(type(self))
+        if not (self.shares_sequences and is_known):
+            self.compare_rows(sequence)
         if sequence.as_ranks is not None:
             sequence.as_ranks.attach(self)
 
     def attach_sequence(self, sequence: SequenceParallel) -> None:
         """Have attention look at whole sequences: by `SequenceParallel.around`. A model that does not is refused.
 
+        Call it while the sequence is paused too: so ranks compare what attention is given with one rank.
+
         Raises:
             UserError: as `share_sequences`.
         """
         what = f"{type(self).__name__} does not say how its attention sees sequences that ranks share"
         raise UserError("sequence_parallel", what, "give it a method attach_sequence(sequence), or leave it out")
+
+    def compare_rows(self, sequence: SequenceParallel) -> None:
+        """Have ranks compare rows that are longer than before with one rank: `zeroshard.models.compared_rows`."""
+        if not hasattr(self, "_compared_rows"):
+            self.register_forward_pre_hook(_compare, with_kwargs=True)
+            self.register_forward_hook(_compared)
+        self._compared_rows = ComparedRows(self, sequence, self._row, self.config.vocab_size)
+
+    def _row(self, tokens_BT: Tensor, positions_BT: Tensor | None, wants_output: bool) -> Tensor | None:
+        named: dict[str, Any] = {}
+        if positions_BT is not None and self.takes_positions:
+            named["positions_BT"] = positions_BT
+        output = self.forward(tokens_BT, None if wants_output else tokens_BT, **named)  # a loss needs no logits
+        return output if wants_output else None
 
     def require_positions(self, setting: str) -> None:
         """Raise UserError, which names ``setting``, if the model cannot keep documents apart by their positions."""
@@ -270,6 +290,14 @@ class LanguageModel(nn.Module, ABC):
         if seq_len > self.config.seq_len:
             what = f"{seq_len} is above the model's {self.config.seq_len}"
             raise UserError("seq_len", what, "shorten the sequences or build the model with a larger seq_len")
+
+
+def _compare(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    model._compared_rows.before((*args, *named.values())[0])
+
+
+def _compared(model: Any, args: Any, output: Any) -> None:
+    model._compared_rows.after()
 
 
 def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_len: int) -> int:

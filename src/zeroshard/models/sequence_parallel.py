@@ -37,6 +37,7 @@ from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
+from zeroshard.models.sequence_comparison import summary
 from zeroshard.models.tiles_as_ranks import TilesAsRanks, in_groups
 from zeroshard.uncompiled import uncompiled
 
@@ -51,23 +52,36 @@ class SequenceParallel:
         world: all ranks, over which an engine averages gradients; None: ``comm``.
         tiles: parts that each rank computes as so many ranks would: `zeroshard.models.tiles_as_ranks`. None: one, whose
             bits may differ from those of a tile.
+        longest: tokens of the longest row, at which the first forward of a model compares ranks with one rank
+            (`zeroshard.models.sequence_comparison`). None: each row that is longer than those before is compared.
 
     Attributes:
         rank: which part of each sequence this rank has, from 0.
         size: N, among how many ranks a sequence is cut.
         as_ranks: the tiles of this rank, or None.
+        longest: as above.
+        num_compared: how often rows were compared.
     """
 
-    def __init__(self, comm: Communicator, world: Communicator | None = None, *, tiles: int | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        world: Communicator | None = None,
+        *,
+        tiles: int | None = None,
+        longest: int | None = None,
+    ) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.world_size
         self.world = comm if world is None else world
         self.as_ranks = None if tiles is None else TilesAsRanks(tiles)
+        self.longest, self.num_compared = longest, 0
         self.is_paused = self._has_same_rows = False
         self._around = uncompiled(self._exchanging)
+        self._recorded: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, world: Communicator, size: int, *, tiles: int | None = None) -> Self:
-        """Share sequences among ``size`` neighbouring ranks of ``world`` each; ``tiles`` as above. Collective.
+    def of(cls, world: Communicator, size: int, *, tiles: int | None = None, longest: int | None = None) -> Self:
+        """Share sequences among ``size`` neighbouring ranks of ``world`` each; others as above. Collective.
 
         Raises:
             UserError: groups of ``size`` do not partition the world.
@@ -76,7 +90,7 @@ class SequenceParallel:
         rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
         # anew, so that they are not behind the engine's collectives, even of one group
-        return cls(split(world, groups, anew=True), world, tiles=tiles)
+        return cls(split(world, groups, anew=True), world, tiles=tiles, longest=longest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """A copy of a model is on the same ranks."""
@@ -171,7 +185,9 @@ class SequenceParallel:
 
         Returns: [B, t, H, D].
         """
-        return attention(q, k, v) if self.is_paused else self._around(attention, q, k, v)
+        y = attention(q, k, v) if self.is_paused else self._around(attention, q, k, v)
+        self.record(q, k, v, y)
+        return y
 
     def _exchanging(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
@@ -234,6 +250,33 @@ class SequenceParallel:
         with labelled(LABEL):
             all_to_all(self.comm, got.view(-1), sent.view(-1)).wait()
         return got
+
+    # -- comparison ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether a row is being compared: `zeroshard.models.sequence_comparison`."""
+        return self._recorded is not None
+
+    def record(self, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
+        """While rows are compared, note what attention was given and has returned, shaped as in `around`."""
+        if self._recorded is not None:
+            self._recorded.append(summary(q, k, v, y.transpose(1, 2)))
+
+    @contextmanager
+    def recording(self, num_tokens: int) -> Generator[list[Tensor]]:
+        """In this block each attention appends what it was given and has returned; of parts of ``num_tokens``."""
+        found: list[Tensor] = []
+        tiles, self._recorded = self.as_ranks, found
+        before = 0 if tiles is None else tiles.num_tokens
+        if tiles is not None:
+            tiles.num_tokens = num_tokens
+        try:
+            yield found
+        finally:
+            self._recorded = None
+            if tiles is not None:
+                tiles.num_tokens = before
 
 
 class _Exchange(torch.autograd.Function):

@@ -175,6 +175,9 @@ class HuggingFaceModel(LanguageModel):
         """Share sequences through the attention interface of `transformers`."""
         share(self.hf, sequence)
 
+    def compare_rows(self, sequence: SequenceParallel) -> None:
+        """The model of `transformers` does, in `share`."""
+
     def new_cache(self) -> KVCache:
         """Return an empty key-value cache."""
         return HuggingFaceCache(self._config.seq_len)

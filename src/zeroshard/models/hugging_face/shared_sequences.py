@@ -20,6 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError, shown
+from zeroshard.models.compared_rows import ComparedRows
+from zeroshard.models.hugging_face.row_positions import (
+    by_name,
+    count_earlier_tokens,
+    frequencies_kept,
+    give_largest_position,
+    positions_in_rows,
+    rotary_embeddings,
+    takes,
+)
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.torch_internals import storage_id
@@ -31,10 +41,18 @@ _SAFE = frozenset({"position_ids", "cache_position"})  # tensors that attention 
 
 
 class _Forward:
-    """A forward in progress: its ranks, and whole rows of the positions that it has asked for."""
+    """A forward in progress: its ranks, and whole rows of the positions that it has asked for.
 
-    def __init__(self, sequence: SequenceParallel) -> None:
-        self.sequence = sequence
+    Attributes:
+        module: the module that was called first, a model or its base model.
+        sequence: the ranks.
+        is_one_document: whether no positions were given, so that rows are not searched for documents.
+        outer: the forward inside of which this one runs.
+    """
+
+    def __init__(self, module: nn.Module, sequence: SequenceParallel, *, is_one_document: bool) -> None:
+        self.module, self.sequence, self.is_one_document = module, sequence, is_one_document
+        self.outer = _forward.get()
         self._whole: list[tuple[Tensor, Tensor]] = []
 
     def whole(self, part_Bt: Tensor) -> Tensor:
@@ -92,17 +110,25 @@ def share(hf: nn.Module, sequence: SequenceParallel) -> None:
     model: Any = hf
     how = model.config._attn_implementation
     _require_attention(model, how.removeprefix(PREFIX))
-    sequence.require_heads(model.config.num_attention_heads)
+    sequence.require_heads(model.config.get_text_config().num_attention_heads)
     _register()
     if not how.startswith(PREFIX):
         for module in hf.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
                 module.config._attn_implementation_internal = PREFIX + how  # ty: ignore[invalid-assignment]
         hf.register_forward_pre_hook(_require_shifted, with_kwargs=True)
-        model.base_model.register_forward_pre_hook(_enter, with_kwargs=True)
-        model.base_model.register_forward_hook(_leave, always_call=True)
+        # OPT and others call a module inside of their base model, and a loss of ours calls the base model alone
+        for module in (hf, model.base_model) if takes(hf, "position_ids") else (model.base_model,):
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
+        for rotary in rotary_embeddings(hf):
+            give_largest_position(rotary)
+        count_earlier_tokens(hf)
     for module in hf.modules():
         vars(module)["_shared_sequence"] = sequence
+    base = model.base_model
+    rows = ComparedRows(hf, sequence, partial(_row, base), model.config.get_text_config().vocab_size)
+    vars(hf)["_compared_rows"] = vars(base)["_compared_rows"] = rows
 
 
 def _require_attention(model: Any, how: str) -> None:
@@ -113,6 +139,9 @@ def _require_attention(model: Any, how: str) -> None:
     others = sorted(set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION)
     modelling = sys.modules[type(model).__module__]
     why = ""
+    if getattr(model.config, "output_router_logits", False):
+        what = f"the loss of a {kind} balances experts over all tokens of a batch"
+        raise UserError("sequence_parallel", what, "set output_router_logits to false in its config.json")
     if others:
         why = f"a {kind} has layers of {', '.join(map(shown, others))}, which see other tokens too"
     elif not type(model)._supports_attention_backend or not hasattr(modelling, "create_causal_mask"):
@@ -132,25 +161,55 @@ def _require_shifted(hf: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
             raise UserError("labels", what, "shift them before you cut, and compute the loss of the logits yourself")
 
 
-def _enter(base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Tell masks of the ranks, and give tokens the positions that they have in whole sequences."""
-    sequence: SequenceParallel = base._shared_sequence  # ty: ignore[invalid-assignment]
-    if sequence.is_paused:
-        _forward.set(None)
+def _enter(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a forward of the model, or of its base model."""
+    running = _forward.get()
+    if running is not None and module is getattr(running.module, "base_model", None) is not running.module:
         return args, named
-    _forward.set(_Forward(sequence))
-    if named.get("past_key_values") is not None or named.get("cache") is not None or named.get("use_cache"):
-        what = "a rank's part of a sequence has no cache"
-        raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
-    if named.get("position_ids") is None:
-        tokens = next(each for each in (*args, *named.values()) if isinstance(each, Tensor))
-        first = sequence.first(tokens.shape[1])
-        named = {**named, "position_ids": torch.arange(first, first + tokens.shape[1], device=tokens.device)[None]}
-    return args, named
+    return (), _begun(module, by_name(module, args, named))
 
 
-def _leave(base: nn.Module, args: Any, output: Any) -> None:
-    _forward.set(None)
+def _begun(module: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Tell masks of the ranks, and give tokens the positions that they have in whole sequences."""
+    sequence: SequenceParallel = module._shared_sequence
+    has_positions = given.get("position_ids") is not None
+    if not sequence.is_paused:
+        if any(given.get(each) is not None for each in ("past_key_values", "cache")) or given.get("use_cache"):
+            what = "a rank's part of a sequence has no cache"
+            raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
+        ids = given.get("input_ids")
+        module._compared_rows.before(given["inputs_embeds"] if ids is None else ids)
+        if not has_positions:
+            given["position_ids"] = positions_in_rows(module, given, sequence)
+    _forward.set(_Forward(module, sequence, is_one_document=not has_positions))
+    return given
+
+
+def _leave(module: Any, args: Any, output: Any) -> None:
+    running = _forward.get()
+    if running is not None and running.module is module:
+        _forward.set(running.outer)
+        module._compared_rows.after()
+
+
+def _row(base: Any, tokens: Tensor, positions: Tensor | None, wants_output: bool) -> Tensor | None:
+    """Compute a row for a comparison: [Note: Inside of a forward] in `zeroshard.models.compared_rows`."""
+    given = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    given = _begun(base, {name: each for name, each in given.items() if takes(base, name)})
+    running = _forward.get()
+    assert running is not None
+    try:
+        with frequencies_kept(base):
+            output = base.forward(**given)
+    finally:
+        _forward.set(running.outer)
+    return output[0] if wants_output else None
+
+
+def _running() -> _Forward | None:
+    """The forward that runs, if it is one of parts of rows."""
+    forward = _forward.get()
+    return None if forward is None or forward.sequence.is_paused else forward
 
 
 @cached
@@ -164,11 +223,11 @@ def _register() -> None:
     mixin: Any = quiet_import("transformers.generation.utils").GenerationMixin
     mixin.generate = _paused_alone(mixin.generate)
     finds = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: finds(_whole(position_ids))
+    masking.find_packed_sequence_indices = partial(_searched, finds)
     if hasattr(masking, "packed_sequence_compatibility_function"):  # of later releases
         fits = masking.packed_sequence_compatibility_function
         masking.packed_sequence_compatibility_function = lambda function, position_ids, packed: fits(
-            function, _whole(position_ids), packed
+            function, position_ids if (forward := _running()) is None else forward.whole(position_ids), packed
         )
 
 
@@ -186,14 +245,19 @@ def _paused_alone(generate: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
-def _whole(part_Bt: Tensor) -> Tensor:
+def _searched(finds: Callable[[Tensor], Tensor | None], position_ids: Tensor) -> Tensor | None:
+    """The documents that ``finds`` sees in whole rows of positions; None: rows are one document each."""
     forward = _forward.get()
-    return part_Bt if forward is None else forward.whole(part_Bt)
+    if forward is not None and forward.sequence.is_comparing:
+        return None
+    if forward is None or forward.sequence.is_paused:
+        return finds(position_ids)
+    return None if forward.is_one_document else finds(forward.whole(position_ids))
 
 
 def _mask(function: Callable[..., Any], *, q_length: int, kv_length: int, **named: Any) -> Any:
     """The mask of whole sequences."""
-    forward = _forward.get()
+    forward = _running()
     if forward is not None:
         q_length, kv_length = q_length * forward.sequence.size, kv_length * forward.sequence.size
         if named.get("attention_mask") is not None:
@@ -220,7 +284,9 @@ def _attention(
     function: Any = modelling.ALL_ATTENTION_FUNCTIONS[how] if how != "eager" else own.eager_attention_forward
     sequence: SequenceParallel = module._shared_sequence
     if sequence.is_paused:
-        return function(module, query, key, value, attention_mask, **named)
+        found = function(module, query, key, value, attention_mask, **named)
+        sequence.record(query, key, value, found[0])
+        return found
     others = [name for name, each in named.items() if isinstance(each, Tensor) and name not in _SAFE]
     if others:
         what = f"the attention of a {type(module).__name__} computes with {', '.join(others)} of all heads"

@@ -178,7 +178,8 @@ def sharded(
     if attention_boundary_setting(config):
         model.require_positions(attention_boundary_setting(config))
     if config.sequence_parallel * config.tiles_as_ranks > 1:
-        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=config.parts_of_rank))
+        tiles, longest = config.parts_of_rank, config.seq_len
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles, longest=longest))
     if config.compile:
         compile_blocks(model.blocks, config.compile_backend, device, fullgraph=config.sequence_parallel == 1)
 

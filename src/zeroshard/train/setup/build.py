@@ -23,6 +23,7 @@ from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
 from zeroshard.models import LanguageModel
+from zeroshard.models.compared_rows import compare_rows
 from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.profiling.flops import peak_bf16_flops_per_s
@@ -64,7 +65,6 @@ from zeroshard.train.setup.offloading import settled
 from zeroshard.train.setup.packing_check import require_apart
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
-from zeroshard.train.setup.sequence_check import require_shared
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.lock import RunLock
 from zeroshard.train.state.saved_run import saved_run
@@ -159,10 +159,6 @@ def _build_in(
     model, strategy = sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draw)
     if config.init_from and resume_from is None:
         load_initial_weights(config.init_from, model, strategy, comm)
-    if model.sequence is not None and resume_from is None and not model.shares_sequences:
-        narrow = config.dtype != "float32"
-        require_shared(strategy.model, model, comm, config.seq_len, device, narrow=narrow)
-        observed.exposed.take_seconds()  # the check's own waits are not the run's
     setting = attention_boundary_setting(config)
     if setting and resume_from is None and not model.keeps_examples_apart:
         sizes = corpus.vocab_size, config.micro_batch_size, config.seq_len // config.sequence_parallel
@@ -196,6 +192,9 @@ def _build_in(
     )
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)
+    if model.sequence is not None:
+        compare_rows(strategy.model, model.sequence, device)
+        observed.exposed.take_seconds()  # the comparison's own waits are not the run's
     return _with_records(run, config, as_given, model, comm, predict)
 
 
