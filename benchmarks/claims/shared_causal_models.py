@@ -4,9 +4,9 @@
     python benchmarks/claims/shared_causal_models.py phi3 doge            # these
 
 Each is built with small sizes, and with thresholds (windows, chunks, lengths of rotary embeddings) inside of a row of
-`TOKENS`, once as its configuration has it and, where that is equal, with layers of two kinds and with each kind of rotary
-embedding that it takes. Two ranks share two rows. Prints what came of it: equal; refused, with the reason; or wrong: exit status 1.
-A type that is not built here, or not computed on one rank, is listed with its reason.
+`TOKENS`, once as its configuration has it and, where that is equal, with layers of two kinds and with each kind of
+rotary embedding that it takes. Two ranks share two rows. Prints what came of it: equal; refused, with the reason; or
+wrong: exit status 1. A type that is not built here, or not computed on one rank, is listed with its reason.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what these need beside, or instead
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {"text_config": _EACH_HEAD},
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), {"text_config": _ASSISTANT}),
+    "gemma4_assistant": {"text_config": _ASSISTANT},
+    "gemma4_unified_assistant": {"text_config": _ASSISTANT},
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "lfm2": _CONV,
@@ -114,7 +115,7 @@ def configuration(model_type: str, **changes: Any) -> Any:
         if getattr(default, name, None) is not None:
             given[name] = _sizes_of(getattr(default, name)) | special.get(name, {})
     known = default.to_dict()
-    return kind(**given, **{name: each for name, each in changes.items() if name in known})
+    return kind(**{**given, **{name: each for name, each in changes.items() if name in known}})
 
 
 def _sizes_of(config: Any) -> dict[str, Any]:
@@ -128,15 +129,17 @@ def built(model_type: str, variant: str) -> Any:
     config = configuration(model_type, **(WINDOWS if variant == "windows" else {}))
     if variant in ROTARY:
         text = config.get_text_config()
-        frequencies = {name.rpartition(".")[2]: each for name, each in auto.from_config(config).named_buffers()}
+        buffers = auto.from_config(config).named_buffers()
+        frequencies = {name: each.numel() for name, each in buffers if name.endswith("inv_freq")}
         text.max_position_embeddings = THRESHOLD if variant == "dynamic" else 2 * TOKENS
         text.original_max_position_embeddings = THRESHOLD
         old = text.rope_parameters
         if all(isinstance(each, dict) for each in old.values()):  # of each kind of layer
-            sizes = {key: frequencies[f"{key}_inv_freq"].numel() for key in old}
+            half = next(iter(frequencies.values()))  # of kinds that no layer is of
+            sizes = {key: next((n for name, n in frequencies.items() if f"{key}_inv" in name), half) for key in old}
             text.rope_parameters = {key: each | _rotary(variant, sizes[key]) for key, each in old.items()}
         else:
-            text.rope_parameters = old | _rotary(variant, frequencies["inv_freq"].numel())
+            text.rope_parameters = old | _rotary(variant, next(iter(frequencies.values())))
     torch.manual_seed(0)
     return auto.from_config(config).eval()
 
@@ -201,18 +204,19 @@ def _first_line(error: Exception) -> str:
 def rows(types: list[str]) -> Iterator[Row]:
     """What came of each type; where that is "equal", also of its variants."""
     for model_type in types:
-        for variant in ("", "windows", *ROTARY):
+        variants = [""]
+        for variant in variants:
             try:
                 model = built(model_type, variant)
             except Exception as error:  # noqa: BLE001 -- each configuration is checked in its own way
                 yield Row(model_type, variant, "not built", _first_line(error))
-                if not variant:
-                    break
                 continue
             found = Row(model_type, variant, *compared(model))
             yield found
-            if found.found != "equal":
-                break
+            if not variant and found.found == "equal":
+                text = model.config.get_text_config()
+                variants += ["windows"] if getattr(text, "layer_types", None) else []
+                variants += ROTARY if getattr(text, "rope_parameters", None) else []
 
 
 def main() -> int:

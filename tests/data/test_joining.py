@@ -6,6 +6,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
 import small_tables as made
+import token_texts
 from zeroshard.data.joining import begin_ids, document_ids, end_ids, marks_of, num_text_bytes, prompt_ids
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer, train_bpe
@@ -63,6 +64,16 @@ def test_prepared_documents_are_begun_and_ended(case, tmp_path, kind):
     ids, tokenizer = train.window(0, train.num_tokens), load_tokenizer(out)
     assert ids.tolist() == [id_ for text in texts for id_ in [*before, *tokenizer.encode_piece(text).tolist(), *end]]
     assert num_text_bytes(tokenizer, ids) == sum(len(text.encode()) for text in texts)
+
+
+@pytest.mark.parametrize("kind", token_texts.KINDS)
+def test_rows_that_cut_a_document_have_its_bytes_together(kind, tmp_path):
+    """Wherever it is cut between characters: the space before a row's first token counts too."""
+    tokenizer, ids = token_texts.tokenizer_of(kind, tmp_path)
+    ids = np.array([0, *ids])
+    for at in (at for at in range(2, len(ids)) if not tokenizer.decode(ids[1:at]).endswith("\ufffd")):
+        rows = num_text_bytes(tokenizer, ids[1:at], ids[:1]) + num_text_bytes(tokenizer, ids[at:], ids[at - 1 : at])
+        assert rows == len(tokenizer.decode(ids[1:]).encode())
 
 
 def test_a_document_of_bytes_ends_its_line_once():

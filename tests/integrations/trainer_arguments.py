@@ -138,6 +138,58 @@ def only_model_resumed(out, stage):
     return {"log": numbers(again)[:-1], "weights": weights(again)}
 
 
+class Means(torch.nn.Module):
+    """A classifier whose loss is the mean over its rows, and takes no number of labels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embed(input_ids).mean(dim=1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 0]), "logits": logits}
+
+
+def _uneven(model, out, stage, rows_of_evaluations=(1, 2, 3, 5, 7), **settings):
+    """Rows that ranks cannot share evenly, with other numbers of labels in each: in two epochs, and evaluated."""
+    at_once = 4 if stage is None else 2
+    settings = {"max_steps": -1, "num_train_epochs": 2, "per_device_eval_batch_size": at_once, **settings}
+    found, data, given = trainer(out, stage, model, **settings), rows(7, seed=3), []
+    for number, row in enumerate(data):
+        row["labels"][1 : 2 * number] = -100
+    found.compute_metrics = lambda each: given.append(each) or {"rows": len(each.label_ids)}
+    evaluated = [found.evaluate(data[:number]) for number in rows_of_evaluations]
+    found.train_dataset = data[:6]  # of the second step a rank has none
+    found.train()
+    predicted = found.predict(data[:5])
+    return {
+        "log": numbers(found),
+        "weights": weights(found),
+        "evaluated": [[each["eval_loss"], each["eval_rows"]] for each in evaluated],
+        "predictions": torch.from_numpy(predicted.predictions),
+        "labels": torch.from_numpy(predicted.label_ids),
+        "seen": [torch.from_numpy(each.label_ids) for each in given],
+    }
+
+
+def uneven_rows(out, stage):
+    return _uneven(llama(), out, stage)
+
+
+def uneven_rows_of_means(out, stage):
+    return _uneven(Means(), out, stage)
+
+
+def uneven_rows_by_length(out, stage):
+    settings = {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2}
+    return _uneven(llama(), out, stage, **settings)
+
+
+def uneven_rows_dropped(out, stage):
+    return _uneven(llama(), out, stage, rows_of_evaluations=(5, 7), dataloader_drop_last=True)
+
+
 def all_runs(out, names, stage):
     from accelerate.state import AcceleratorState, GradientState
 
@@ -171,7 +223,8 @@ def main(out, names):
     torch.save({"plain": one[0], 1: first, 3: third}, out / "results.pt")
 
 
-RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed]
+UNEVEN = [uneven_rows, uneven_rows_by_length, uneven_rows_of_means, uneven_rows_dropped]
+RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed, *UNEVEN]
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

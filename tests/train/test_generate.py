@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import token_texts
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample
@@ -154,6 +155,29 @@ def test_text_comes_as_it_is_drawn_and_characters_come_whole():
     tokenizer = ByteTokenizer()
     pieces = list(decoded(tokenizer, iter("aé☃\n!".encode() + b"\xc3")))
     assert pieces == ["a", "é", "☃", "\n", "!", "\ufffd"]
+
+
+@pytest.mark.parametrize("kind", token_texts.KINDS)
+def test_a_continuation_is_the_text_that_follows_the_prompts(kind, tmp_path):
+    tokenizer, ids = token_texts.tokenizer_of(kind, tmp_path)
+    whole = tokenizer.decode(ids)
+    assert whole.startswith("the quick brown fox")
+    for at in range(len(ids)):
+        prompt = tokenizer.decode(ids[:at])
+        if not prompt.endswith("\ufffd"):
+            pieces = list(decoded(tokenizer, iter(ids[at:]), ids[:at]))
+            assert prompt + "".join(pieces) == whole
+            assert "\ufffd" not in "".join(pieces)
+
+
+@pytest.mark.parametrize("prompt", ["", "the"])
+def test_what_is_printed_has_the_spaces_of_the_text(model, tmp_path, monkeypatch, capsys, prompt):
+    tokenizer, _ = token_texts.tokenizer_of("metaspace", tmp_path)
+    drawn = tokenizer.encode_piece("the as it can")[len(tokenizer.encode_piece(prompt)) :].tolist()
+    monkeypatch.setattr("zeroshard.inference.generate.load_for_text", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("zeroshard.inference.generate.sample", lambda *_, **__: iter(drawn))
+    assert run_generate(GenerateConfig(run="r", prompt=prompt)) == 0
+    assert capsys.readouterr().out == "the as it can\n"
 
 
 def test_ids_that_pad_a_vocabulary_are_never_drawn():

@@ -10,6 +10,10 @@
 So a document has the ids that the tokenizers library gives it, and its end. A prompt has the beginning and not the end.
 These marks are predicted like other ids and count as tokens; as text they have no bytes (bits per byte, see
 `num_text_bytes`).
+
+[Note: Ids that go on]
+    What an id stands for may depend on its neighbours: decoders of SentencePiece leave out the space of a text's first
+    token. So ids that go on after others are decoded with these, and what those alone give is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, TiktokenTokenizer, Tokenizer
+from zeroshard.data.tokenizer import BpeTokenizer, ByteTokenizer, Ids, TiktokenTokenizer, Tokenizer
 
 
 def begin_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -56,18 +60,23 @@ def marks_of(tokenizer: Tokenizer) -> list[int]:
     return sorted({*before, *after, *eos})
 
 
-def num_text_bytes(tokenizer: Tokenizer, ids: NDArray[np.integer]) -> int:
-    """Return the number of UTF-8 bytes that ``ids``, [n], stand for; marks stand for none.
+def num_text_bytes(tokenizer: Tokenizer, ids: NDArray[np.integer], before: Ids = ()) -> int:
+    """Return the number of UTF-8 bytes that ``ids``, [n], stand for after the ids ``before``; marks stand for none.
 
-    It is exact if the tokenizer is byte-level. Otherwise documents are decoded one by one, and a character that is cut
-    at either end of ``ids`` counts as the three bytes of U+FFFD.
+    It is exact if the tokenizer is byte-level. Otherwise documents are decoded one by one, the first one after what of
+    ``before`` is of it: [Note: Ids that go on]. A character that is cut at either end counts as U+FFFD, three bytes.
     """
     lengths = _byte_lengths(tokenizer)
     if lengths is not None:
         return int(lengths[ids].sum())
-    is_mark = np.isin(ids, marks_of(tokenizer))
-    pieces = np.split(ids, np.flatnonzero(is_mark))
-    return sum(len(tokenizer.decode(piece[~np.isin(piece, marks_of(tokenizer))]).encode()) for piece in pieces)
+
+    def of_documents(ids: NDArray[np.integer]) -> int:
+        is_mark = np.isin(ids, marks_of(tokenizer))
+        pieces = np.split(ids, np.flatnonzero(is_mark))
+        return sum(len(tokenizer.decode(piece[~np.isin(piece, marks_of(tokenizer))]).encode()) for piece in pieces)
+
+    known = np.asarray(before, dtype=np.int64)
+    return of_documents(np.concatenate([known, ids])) - of_documents(known)
 
 
 def _byte_lengths(tokenizer: Tokenizer) -> NDArray[np.int64] | None:

@@ -110,7 +110,9 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     if tokenizer is not None and not meta.examples:
         everything = EvalBatches(rows, batches.micro_batch_size, batches.num_rows)  # of all ranks
         num_bytes = sum(
-            num_text_bytes(tokenizer, np.asarray(row)) for _, targets_BT, _ in everything for row in targets_BT
+            num_text_bytes(tokenizer, np.asarray(targets_T), np.asarray(tokens_T[:1]))
+            for tokens_BT, targets_BT, _ in everything
+            for tokens_T, targets_T in zip(tokens_BT, targets_BT, strict=True)
         )
     loss = evaluate(model, _known_ids(batches, model.config.vocab_size, tokens_folder), comm, device)
     bits = loss * num_tokens / (log(2) * num_bytes) if num_bytes else None

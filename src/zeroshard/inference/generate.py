@@ -11,7 +11,7 @@ A message is rendered with the model's chat template, and the answer ends with t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -53,6 +53,7 @@ from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
 
+_NEIGHBOURS = 8  # tokens on which the text of the next one may depend
 _ANSWER = "zeroshard-answer"  # stands for an answer: the template's text after it is the end of a turn
 
 
@@ -68,10 +69,13 @@ def run_generate(config: GenerateConfig) -> int:
     model, tokenizer, ids, end = load_with_prompt(config)
     options = options_of(config, tokenizer)
 
+    # An answer is a text of its own; without a prompt the text is that of a document.
+    before = ids[len(tokenizer.around[0]) :].tolist() if config.prompt else []
+
     def text(tokens: Iterable[int]) -> Iterator[str]:
         # The token that stopped an answer is no text of it.
         answer = takewhile(lambda token: token not in options["stop"], tokens) if config.message else tokens
-        return until(decoded(tokenizer, answer), end)
+        return until(decoded(tokenizer, answer, before), end)
 
     for seed in range(config.seed, config.seed + config.samples):
         generator = torch.Generator(ids.device).manual_seed(seed)
@@ -290,18 +294,26 @@ def draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generat
     return torch.multinomial(chances_V, 1, generator=generator)
 
 
-def decoded(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield text as tokens arrive; a character that spans several tokens is yielded with its last token."""
-    ids: list[int] = []
-    said = ""
+def decoded(tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int] = ()) -> Iterator[str]:
+    """Yield text as tokens arrive; a character that spans several tokens is yielded with its last token.
+
+    Args:
+        tokenizer: of the tokens.
+        tokens: their ids.
+        before: ids of the text that they go on: [Note: Ids that go on] in `zeroshard.data.joining`.
+    """
+    known, ids = list(before[-_NEIGHBOURS:]), []
+    said = tokenizer.decode(known) if known else ""
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(known + ids)
         if text.endswith("\ufffd"):  # an incomplete character: the next token may complete it
             continue
         yield text[len(said) :]
-        said = text
-    if rest := tokenizer.decode(ids)[len(said) :]:
+        # The newest tokens stand for all before them, so that a token's time does not grow with the text.
+        known, ids = (known + ids)[-max(_NEIGHBOURS, len(ids)) :], []
+        said = tokenizer.decode(known)
+    if ids and (rest := tokenizer.decode(known + ids)[len(said) :]):
         yield rest
 
 

@@ -6,7 +6,7 @@ parameters keep their names and identity, and the engine takes over an optimizer
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -123,6 +123,21 @@ class Accelerator(accelerate.Accelerator):
         return model
 
     # -- the training step ------------------------------------------------------------------------------------
+
+    _loss_factor: Callable[[], float] | None = None
+
+    @contextmanager
+    def loss_times(self, factor: Callable[[], float]) -> Generator[None]:
+        """In this block ``backward`` is that of the loss times ``factor()``."""
+        self._loss_factor = factor
+        try:
+            yield
+        finally:
+            self._loss_factor = None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in Accelerate."""
+        super().backward(loss if self._loss_factor is None else loss * self._loss_factor(), **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:

@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import UserError
 from zeroshard.integrations.accelerate import SHARDS, Accelerator, of_first_rank
+from zeroshard.integrations.own_rows import LabelCount, OwnRows, without_labels
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.integrations.state_dicts import through_engine
 from zeroshard.zero import Zero
@@ -59,9 +60,13 @@ class ZeroTrainerMixin(_Trainer):
     """
 
     zero_plugin: ZeroPlugin
+    _rows: OwnRows | None = None  # of the batch that the loader has given last
+    _num_labels: Any = None  # of the batches of a step, or of the one that is evaluated
+    _last_of_step: Any = None
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         self.zero_plugin = zero_plugin or ZeroPlugin()
+        self._evaluated: list[tuple[int, torch.Tensor]] = []  # rows and loss of each batch
         super().__init__(*args, **kwargs)
 
     @property
@@ -76,6 +81,71 @@ class ZeroTrainerMixin(_Trainer):
         saves = self.args.save_strategy != transformers.trainer_utils.SaveStrategy.NO and not self.args.save_only_model
         Accelerator.in_place_of(self.accelerator, self.zero_plugin).saves_states = saves
         self.args.output_dir = of_first_rank(self.args.output_dir)
+
+    # -- what counts of a batch -------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """As in the Trainer, of each rank's own rows: `zeroshard.integrations.own_rows`."""
+        return super().get_batch_samples(map(self._of_own_rows, epoch_iterator), num_batches, device)
+
+    def _of_own_rows(self, batch: Any) -> Any:
+        self._rows = OwnRows.of(self.accelerator, batch)
+        return batch if self._rows is None else self._rows.take(batch)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], *args: Any, **kwargs: Any) -> Any:
+        self._last_of_step = batch_samples[-1] if batch_samples else None
+        if batch_samples and self._rows is not None and not self._rows.num and self.args.average_tokens_across_devices:
+            batch_samples = [*batch_samples[:-1], without_labels(batch_samples[-1])]
+        found = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)
+        self._num_labels = LabelCount.of(found) if isinstance(found, torch.Tensor) else found
+        return self._num_labels
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As in the Trainer, which takes each loss for one that is divided by the number of labels of all ranks."""
+        found = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        unused = isinstance(self._num_labels, LabelCount) and not self._num_labels.is_used
+        if not unused or not self.args.average_tokens_across_devices:
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = loss / self.accelerator.num_processes
+        return (loss, *outputs) if return_outputs else loss
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in the Trainer; a rank with fewer rows than others has a smaller share in the loss of its last batch."""
+        if self._rows is None or self._rows.is_even or inputs is not self._last_of_step:
+            return super().training_step(model, inputs, *args, **kwargs)
+        with self.accelerator.loss_times(self._share):
+            return super().training_step(model, inputs, *args, **kwargs) * self._share()
+
+    def _share(self) -> float:
+        """The factor of a rank's loss, once it was computed, in the mean of all ranks'."""
+        labels = self._num_labels
+        counted = labels is not None and (not isinstance(labels, LabelCount) or labels.is_used)
+        return self._rows.share(counted=counted and self.args.average_tokens_across_devices)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """As in the Trainer, of each rank's own rows."""
+        self._rows = rows = OwnRows.of(self.accelerator, inputs)
+        self._num_labels = None
+        if rows is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, rows.take(inputs), *args, **kwargs)
+        if loss is not None and not rows.is_even:
+            loss = self.accelerator.reduce(loss * self._share(), reduction="mean")
+        if loss is not None:
+            self._evaluated.append((rows.total, loss))
+        return loss, rows.filled(logits), rows.filled(labels)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As in the Trainer; the loss is the mean over all ranks' own rows."""
+        self._evaluated = []
+        self.gather_function = self.accelerator.gather_for_metrics  # Seq2SeqTrainer would keep repeated rows
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._evaluated:
+            sums = torch.stack([num_rows * loss.double() for num_rows, loss in self._evaluated])
+            loss = self.accelerator.reduce(sums.sum(), reduction="mean") / sum(num for num, _ in self._evaluated)
+            output.metrics[f"{metric_key_prefix}_loss"] = float(loss)
+        return output
 
     # -- saving -----------------------------------------------------------------------------------------------
 
