@@ -1,7 +1,7 @@
 """What counts of a batch on ranks: each row once, and each label once, as in one process with all ranks' rows.
 
-Accelerate's loaders fill up the last batch of all ranks with rows of the first one. Of rank r's B rows those are its own
-whose place r B + b is below the number of rows that are left:
+Accelerate's loaders fill up the last batch of all ranks with rows of the first one. Of rank r's B rows those are its
+own whose place r B + b is below the number of rows that are left:
 
     3 rows, 2 ranks, B = 2        rank 0: row 0, row 1        rank 1: row 2, row 0 again
 

@@ -100,9 +100,11 @@ class ZeroTrainerMixin(_Trainer):
         self._num_labels = LabelCount.of(found) if isinstance(found, torch.Tensor) else found
         return self._num_labels
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """As in the Trainer, which takes each loss for one that is divided by the number of labels of all ranks."""
-        found = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         unused = isinstance(self._num_labels, LabelCount) and not self._num_labels.is_used
         if not unused or not self.args.average_tokens_across_devices:
             return found
@@ -119,9 +121,10 @@ class ZeroTrainerMixin(_Trainer):
 
     def _share(self) -> float:
         """The factor of a rank's loss, once it was computed, in the mean of all ranks'."""
-        labels = self._num_labels
+        rows, labels = self._rows, self._num_labels
+        assert rows is not None
         counted = labels is not None and (not isinstance(labels, LabelCount) or labels.is_used)
-        return self._rows.share(counted=counted and self.args.average_tokens_across_devices)
+        return rows.share(counted=counted and self.args.average_tokens_across_devices)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """As in the Trainer, of each rank's own rows."""
