@@ -65,18 +65,6 @@ class _Rounding(NamedTuple):
 _FP32, _NARROW = _Rounding(1e-3, 1e-2, 1e-3), _Rounding(1e-2, 0.1, 0.1)
 
 
-def summary(*tensors: Tensor) -> Tensor:
-    """A number for each token of each tensor [B, H, T, D], a random projection of its H D numbers: [B, T, tensors]."""
-    return torch.stack([_projected(each.detach()) for each in tensors], dim=-1)
-
-
-def _projected(tensor_BHTD: Tensor) -> Tensor:
-    _, H, _, D = tensor_BHTD.shape
-    weights = torch.cos(1.7 * torch.arange(1.0, H * D + 1, device=tensor_BHTD.device)).view(H, D)
-    heads = [tensor_BHTD[:, head].float() @ weights[head] for head in range(H)]  # no copy of all in fp32
-    return torch.stack(heads).sum(dim=0)
-
-
 def can_compare(sequence: SequenceParallel, tokens: Tensor) -> bool:
     """Whether several ranks share rows, and ``tokens`` have values: not in a plan's trace."""
     is_real = not (tokens.is_meta or isinstance(tokens, FakeTensor))

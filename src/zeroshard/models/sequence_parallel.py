@@ -37,7 +37,6 @@ from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
-from zeroshard.models.sequence_comparison import summary
 from zeroshard.models.tiles_as_ranks import TilesAsRanks, in_groups
 from zeroshard.uncompiled import uncompiled
 
@@ -261,7 +260,7 @@ class SequenceParallel:
     def record(self, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> None:
         """While rows are compared, note what attention was given and has returned, shaped as in `around`."""
         if self._recorded is not None:
-            self._recorded.append(summary(q, k, v, y.transpose(1, 2)))
+            self._recorded.append(_summary(q, k, v, y.transpose(1, 2)))
 
     @contextmanager
     def recording(self, num_tokens: int) -> Generator[list[Tensor]]:
@@ -294,3 +293,15 @@ class _Exchange(torch.autograd.Function):
         back = ctx.sequence.to_tokens if ctx.to_heads else ctx.sequence.to_heads
         found = iter(back([grad for grad, needs in zip(grads, wanted, strict=True) if needs]))
         return None, None, *(next(found) if needs else None for needs in wanted)
+
+
+def _summary(*tensors: Tensor) -> Tensor:
+    """A number for each token of each tensor [B, H, T, D], a random projection of its H D numbers: [B, T, tensors]."""
+    return torch.stack([_projected(each.detach()) for each in tensors], dim=-1)
+
+
+def _projected(tensor_BHTD: Tensor) -> Tensor:
+    _, H, _, D = tensor_BHTD.shape
+    weights = torch.cos(1.7 * torch.arange(1.0, H * D + 1, device=tensor_BHTD.device)).view(H, D)
+    heads = [tensor_BHTD[:, head].float() @ weights[head] for head in range(H)]  # no copy of all in fp32
+    return torch.stack(heads).sum(dim=0)
