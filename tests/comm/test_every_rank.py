@@ -65,7 +65,7 @@ def test_each_call_of_an_engine_is_noted_first(comm, stage, tmp_path):
     optim = zero.optimizer(torch.optim.SGD, lr=0.1)
     net(rows(0)).sum().backward()
     found = {name: noted(comm, lambda call=call: call(zero, optim, tmp_path / "save")) for name, call in CALLS.items()}
-    assert found == {name: f"the call {name}" + "(1.0, 2.0)" * ("clip" in name) for name in CALLS}
+    assert found == {name: f"the call {name}" + "(1.0, 2.0, False)" * ("clip" in name) for name in CALLS}
 
 
 def test_so_is_each_call_of_an_average_of_outer_steps_and_of_a_sharded_optimizer(comm):

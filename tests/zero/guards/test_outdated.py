@@ -186,7 +186,10 @@ def test_another_shape_assigned_to_data_is_refused():
     net, _, optim = trained(2, NullCommunicator(2))
     net(rows(0)).sum().backward()
     net.last.bias.data = torch.zeros(3)
-    with pytest.raises(RuntimeError, match=r"^last\.bias: its \.data is a tensor of shape \(3,\) now; .*\(6,\)$"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^last\.bias: its \.data is a tensor of shape \(3,\) now; .*\(6,\): resize it before Zero\(\)$",
+    ):
         optim.step()
 
 

@@ -47,7 +47,9 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 def positions_in_rows(hf: nn.Module, given: dict[str, Any], sequence: SequenceParallel) -> Tensor:
-    """The positions [1 or B, t] that ``hf`` gives to a rank's tokens, were it given whole rows: [Note: Positions ...].
+    """The positions [1 or B, t] that ``hf`` gives to a rank's tokens, were it given whole rows.
+
+    See [Note: Positions that a model makes].
 
     Args:
         hf: the model.
