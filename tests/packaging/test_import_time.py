@@ -50,6 +50,7 @@ def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_pac
     }
     ours = [name for name in everything if name.startswith("zeroshard.")]
     leaves = {"errors", "lazily", "process", "regular_files", "rules", "torch_internals", "uncompiled"}
+    leaves |= {"finalizers", "gc_frequency", "launch", "masked_addresses"}
     leaves |= {
         "balance",
         "changed_values",
@@ -63,7 +64,7 @@ def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_pac
         "wire_formats",
     }
     assert {name.split(".")[1] for name in ours} <= {"checkpoint", "comm", "ema", "sharded_optimizer", "zero"} | leaves
-    assert len(ours) <= 134
+    assert len(ours) <= 150
 
 
 def test_the_name_alone_imports_nothing_but_the_standard_library():

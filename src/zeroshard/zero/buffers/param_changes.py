@@ -9,15 +9,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from zeroshard.torch_internals import all_in, as_plain, storage_id, version_of, versions_of
 from zeroshard.zero.core.layout import FlatLayout, Slot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SAMPLED = 16  # elements of a parameter that are compared
 
@@ -77,8 +81,9 @@ class ParamChanges:
     def _sample(self, full: Tensor) -> tuple[int, bytes]:
         if self._sampled is None:
             self._sampled = np.array([place for slot in self._layout.slots for place in _sampled(slot)], dtype=np.int64)
-        # by numpy: these few bytes are none of the tensors that a step holds
-        elements = full.view(torch.uint8).numpy().reshape(-1, full.itemsize)
+        # past torch: these few bytes are none of the tensors that a step is measured to hold
+        memory = (ctypes.c_uint8 * full.nbytes).from_address(full.data_ptr())
+        elements = np.ctypeslib.as_array(memory).reshape(-1, full.itemsize)
         return version_of(full), elements[self._sampled].tobytes()
 
     def elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
