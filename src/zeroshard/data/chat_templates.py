@@ -143,7 +143,7 @@ class OpenTemplate:
             self._process.stdin.flush()
         lines = [self._process.stdout.readline() for _ in rows]  # all of them, whatever the caller takes
         for line, where in zip(lines, rows, strict=True):
-            kind, *more = json.loads(line) if line else ("ended", self._process.wait())
+            kind, *more = json.loads(line) if line.endswith(b"\n") else ("ended", self._process.wait())
             if kind != "done":
                 raise self._refusal(kind, more[0] if more else None, where)
             yield more[0]
