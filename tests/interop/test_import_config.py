@@ -1,13 +1,16 @@
 """Settings of DeepSpeed become ours or are told; `tests/test_migration_pages.py` trains with them."""
 
 import json
+import math
 import tomllib
 
 import pytest
 
 from zeroshard.errors import UserError
 from zeroshard.interop.deepspeed import read_deepspeed, run_import_config
+from zeroshard.optim import learning_rate
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.resume import schedule_of
 
 
 def rows(migration):
@@ -28,9 +31,26 @@ def deepspeed(tmp_path, **theirs):
         ({"optimizer": {"type": "Lion"}}, r"optimizer\.type: Lion is not in the trainer"),
         ({"optimizer": {"params": {"betas": [1]}}}, r"optimizer\.params\.betas: \[1\] is not two numbers"),
         ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage: 4 is not a stage, 0 to 3"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+            r"adam_w_mode: .* use",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, r"amsgrad: the trainer's AdamW has not true"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, r"bias_correction: .* has not false"),
+        *(
+            ({"scheduler": {"type": each}}, rf"scheduler.type: {each} is not in")
+            for each in ("OneCycle", "LRRangeTest")
+        ),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, r"total_num_steps: WarmupDecayLR has none; give it"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, r"'cubic' is not log or linear"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "0 is not a whole number above 0"),
+        (
+            {"scheduler": {"type": "WarmupLR"}, "optimizer": {"type": "Adam", "params": {"lr": 3e-4}}},
+            r"warmup_max_lr: left out, it is 0.001 in some releases of DeepSpeed, and the optimizer's lr of 0.0003 in",
+        ),
     ],
 )
-def test_a_value_that_deepspeed_does_not_take_is_refused(tmp_path, theirs, line):
+def test_what_the_trainer_does_not_compute_or_deepspeed_does_not_take_is_refused(tmp_path, theirs, line):
     (tmp_path / "ds.json").write_text(json.dumps(theirs))
     with pytest.raises(UserError, match=line):
         read_deepspeed(tmp_path / "ds.json")
@@ -44,7 +64,12 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
         "sequence_parallel_size": 2,
         "gradient_clipping": 0.5,
         "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500},
-        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.98], "weight_decay": "auto"}},
         "scheduler": {
             "type": "WarmupDecayLR",
@@ -61,10 +86,9 @@ def test_deepspeeds_settings_become_ours_and_what_is_ignored_is_said(tmp_path, c
     assert (config.loss_scale, config.loss_scale_interval, config.dtype) == (4096.0, 500, "float32")
     assert (config.track.to, config.track.project) == (("wandb",), "p")
     table = rows(migration)
-    assert (table["scheduler.type"].why, table["optimizer.params.lr"].fate) == (
-        "changed: decays along a cosine in place of a line",
-        "ignored",
-    )
+    assert (table["scheduler.type"].why, table["optimizer.params.lr"].fate) == ("the same rate at each step", "ignored")
+    gathers = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    assert (table[gathers].fate, "`zeroshard export`" in table[gathers].why) == ("mapped", True)
     assert run_import_config(["deepspeed", str(tmp_path / "ds.json")]) == 0
     out, err = capsys.readouterr()
     assert tomllib.loads(out) == migration.values
@@ -117,22 +141,70 @@ def test_what_the_file_leaves_out_has_deepspeeds_defaults(tmp_path, kind, params
     assert rows(migration)["gradient_clipping"].fate == "default"
 
 
+def published(kind, lr, params, num_steps):
+    """The rates of DeepSpeed's steps: that of its scheduler before its first call, then after each of the others.
+
+    By deepspeed/runtime/lr_schedules.py of 0.19: ``k`` counts the scheduler's calls from 0.
+    """
+    warm = max(2, params.get("warmup_num_steps", 1000))
+    total = params.get("total_num_steps")
+
+    def climbed(k):
+        return k / warm if params.get("warmup_type") == "linear" else math.log(k + 1) / math.log(warm)
+
+    def rate(k):
+        if kind == "WarmupCosineLR":
+            low = params.get("warmup_min_ratio", 0.0)
+            if k < 0:
+                return 0.0
+            if k < warm:
+                return lr * (low + (1 - low) * climbed(k))
+            end = params.get("cos_min_ratio", 0.0001)
+            over = min(1.0, (k - warm + 1) / max(1, total - warm))
+            return lr * (end + (1 - end) * (1 + math.cos(math.pi * over)) / 2)
+        low, high = params.get("warmup_min_lr", 0.0), params.get("warmup_max_lr", 0.001)
+        if k < 0:
+            return low
+        after = 1.0 if kind == "WarmupLR" else max(0.0, (total - k) / max(1.0, total - warm))
+        return low + (high - low) * (climbed(k) if k < warm else after)
+
+    return [rate(step - 1) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("warmup", ["log", "linear", None])
 @pytest.mark.parametrize(
-    ("scheduler", "params", "rates"),
+    ("kind", "params"),
     [
-        ("WarmupLR", {}, (1e-3, 1e-3, 1000)),  # it sets its own rate, up to its own default
-        ("WarmupLR", {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}, (1e-3, 1e-3, None)),
-        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3}, (1e-3, 0.0, 3)),
-        ("WarmupCosineLR", {"cos_min_ratio": 0.5, "warmup_num_steps": 3}, (3e-4, 1.5e-4, 3)),
-        ("OneCycle", {"cycle_max_lr": 0.1}, (3e-4, 3e-4, 0)),
+        ("WarmupLR", {"warmup_max_lr": 4e-4, "warmup_num_steps": 30}),
+        ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 4e-4, "warmup_num_steps": 1}),
+        ("WarmupDecayLR", {"total_num_steps": 100, "warmup_num_steps": 30}),
+        (
+            "WarmupDecayLR",
+            {"total_num_steps": 80, "warmup_min_lr": 1e-5, "warmup_max_lr": 4e-4, "warmup_num_steps": 30},
+        ),
+        ("WarmupDecayLR", {"total_num_steps": 30, "warmup_max_lr": 4e-4, "warmup_num_steps": 30}),
+        ("WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 30, "warmup_min_ratio": 0.1}),
+        ("WarmupCosineLR", {"total_num_steps": 80, "warmup_num_steps": 2, "cos_min_ratio": 0.1}),
+        ("WarmupCosineLR", {"total_num_steps": 30, "warmup_num_steps": 30}),
     ],
 )
-def test_rates_are_those_of_deepspeeds_schedulers(tmp_path, scheduler, params, rates):
+def test_rates_are_those_of_deepspeeds_schedulers_at_each_step(kind, params, warmup, tmp_path):
+    params = params | ({"warmup_type": warmup} if warmup else {})
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "eps": 1e-6}}
+    config = deepspeed(tmp_path, optimizer=optimizer, scheduler={"type": kind, "params": params}).config()
+    assert config.optim.eps == 1e-6
+    schedule = schedule_of(config.model_dump())
+    found = [learning_rate(step, **schedule) for step in range(100)]
+    assert found == pytest.approx(published(kind, 3e-4, params, 100), rel=1e-12, abs=0)
+
+
+def test_without_a_scheduler_or_with_auto_rates_are_constant_or_ours(tmp_path):
     optimizer = {"type": "AdamW", "params": {"lr": 3e-4}}
-    migration = deepspeed(tmp_path, optimizer=optimizer, scheduler={"type": scheduler, "params": params})
-    values = migration.values
-    assert (values["lr"], values["min_lr"], values.get("warmup_steps")) == (*map(pytest.approx, rates[:2]), rates[2])
-    migration.config()
+    schedule = schedule_of(deepspeed(tmp_path, optimizer=optimizer).config().model_dump())
+    assert {learning_rate(step, **schedule) for step in range(100)} == {3e-4}
+    params = {"warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    config = deepspeed(tmp_path, scheduler={"type": "WarmupDecayLR", "params": params}).config()
+    assert (config.lr, config.min_lr, config.max_steps) == (TrainConfig().lr, 0.0, TrainConfig().max_steps)
 
 
 @pytest.mark.parametrize("key", ["bf16", "fp16", "bfloat16"])

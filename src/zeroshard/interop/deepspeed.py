@@ -111,11 +111,13 @@ def require_kind(key: str, value: Any, kind: Kind) -> None:
 
 _ZERO, _OPTIM, _SCHED = "zero_optimization.", "optimizer.params.", "scheduler.params."
 _RATE, _COS_MIN_RATIO = 1e-3, 1e-4  # defaults of their rates, and of cos_min_ratio
+_DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}  # by scheduler
 _OWN_RATES = ("WarmupLR", "WarmupDecayLR")  # schedulers that set the rate themselves, and not as a share of lr
-_WARM_UPS = (*_OWN_RATES, "WarmupCosineLR")
 _BY_HAND = ("zero_hpz_partition_size", "mics_shard_size", "zero_quantized_weights", "zero_quantized_gradients")
 _STAGE: Kind = lambda value: is_count(value) and value <= 3, "a stage, 0 to 3"
 _PLACE: Kind = lambda value: value in ("none", "cpu", "nvme"), "none, cpu or nvme"
+_STEPS: Kind = lambda value: is_count(value) and value > 0, "a whole number above 0"
+_WARMUP: Kind = lambda value: value in ("log", "linear"), "log or linear"
 _POWER: Kind = lambda value: is_count(value) and value <= 62, "a whole number, 0 to 62"
 _PAIR: Kind = lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_number, value)), "two numbers"
 
@@ -141,15 +143,14 @@ def read_deepspeed(path: Path) -> Migration:
     """Convert DeepSpeed's file to our settings.
 
     Raises:
-        UserError: there is no such file, it is not a JSON object, a value has the wrong type, or the optimizer is not
-            available in the trainer.
+        UserError: there is no such file, it is not a JSON object, a value has the wrong type, or the trainer does not
+            compute the same: the optimizer's update, or the rate at each step.
     """
     given = by_dotted_name(_json_object(path))
     for key, value in given.items():
         if key in KEYS and value != "auto":
             require_kind(key, value, KEYS[key][0])
     theirs = _defaults(given) | given
-    scheduler = theirs.get("scheduler.type")
     to = Migration(f"DeepSpeed: {path}", {"dtype": "float32"})  # DeepSpeed's dtype if the file sets none
     if any(theirs.get(f"{name}.enabled") == "auto" for name in ("bf16", "bfloat16", "fp16")):
         to.ours["dtype"] = TrainConfig.model_fields["dtype"].default
@@ -157,8 +158,6 @@ def read_deepspeed(path: Path) -> Migration:
         found: Became = "there is nothing of the kind"
         if value == "auto":
             found = "left to the caller there, and to its default here"
-        elif key.startswith(_SCHED) and scheduler not in _WARM_UPS:
-            found = "its scheduler is not computed here"
         elif key in KEYS:
             becomes = KEYS[key][1]
             found = {becomes: value} if isinstance(becomes, str) else becomes(value, theirs)
@@ -199,9 +198,9 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         found["optimizer.params.weight_decay"] = 0.01 if is_torch else 0.0
         if scheduler not in _OWN_RATES:
             found["optimizer.params.lr"] = _RATE
-    if scheduler in _WARM_UPS:
+    if scheduler in _DECAYS:
         found |= {"scheduler.params.warmup_num_steps": 1000, "scheduler.params.warmup_type": "log"}
-    if scheduler in _OWN_RATES:
+    if scheduler == "WarmupDecayLR" or (scheduler == "WarmupLR" and given.get(f"{_OPTIM}lr", _RATE) == _RATE):
         found["scheduler.params.warmup_max_lr"] = _RATE
     elif scheduler == "WarmupCosineLR":
         found["scheduler.params.cos_min_ratio"] = _COS_MIN_RATIO
@@ -211,17 +210,27 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def _set_schedule(theirs: Mapping[str, Any], to: Migration) -> None:
     """Set the rates that follow from several keys, and the length of a run, which our trainer must know."""
     scheduler = theirs.get("scheduler.type")
-    if scheduler not in _WARM_UPS:
+    if scheduler not in _DECAYS:
         to.ours["warmup_steps"] = 0
-    elif "lr" not in to.ours:  # it is `auto`, and where it ends follows from it
+    elif "lr" not in to.ours:  # it is `auto`, and where it begins and ends follows from it
         to.ours["lr"] = TrainConfig.model_fields["lr"].default
     if "lr" in to.ours:
-        ratio = theirs.get("scheduler.params.cos_min_ratio")
-        ends = {"WarmupDecayLR": 0.0, "WarmupCosineLR": ratio if is_number(ratio) else _COS_MIN_RATIO}
-        to.ours["min_lr"] = to.ours["lr"] * ends.get(str(scheduler), 1.0)
+        lr, shares = to.ours["lr"], {"WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio")}.get(str(scheduler))
+        begin, end = (_number(theirs, name) for name in shares or ("warmup_min_lr", "warmup_min_lr"))
+        if scheduler in _DECAYS:
+            to.ours["optim.warmup_lr"] = lr * begin if shares else begin
+        else:
+            to.ours["optim.decay"] = "constant"
+        decays = scheduler in ("WarmupDecayLR", "WarmupCosineLR")
+        to.ours["min_lr"] = (lr * end if shares else end) if decays else lr
     warmup = to.ours.get("warmup_steps", 0)
     if "max_steps" not in to.ours and warmup > 500:
         to.ours["max_steps"] = 10 * warmup
+
+
+def _number(theirs: Mapping[str, Any], name: str) -> float:
+    value = theirs.get(f"{_SCHED}{name}", 0.0)
+    return value if is_number(value) else _COS_MIN_RATIO if name == "cos_min_ratio" else 0.0  # it is `auto`
 
 
 def _accumulation(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -231,22 +240,41 @@ def _accumulation(value: Any, theirs: Mapping[str, Any]) -> Became:
 
 
 def _optimizer(value: Any, theirs: Mapping[str, Any]) -> Became:
-    name, ours = value.lower(), {"optimizer": "adamw"}
+    name, decay = value.lower(), theirs.get("optimizer.params.weight_decay")
     if name not in ("adam", "adamw"):
         raise UserError(
             "optimizer.type", f"{value} is not in the trainer", "use AdamW, or zeroshard.Zero with your own"
         )
-    is_decoupled = name == "adamw" or theirs.get("optimizer.params.adam_w_mode", True)
-    return ours if is_decoupled else (ours, "changed: decay is decoupled from gradients")
+    if name == "adam" and not theirs.get("optimizer.params.adam_w_mode", True) and decay:
+        what = f"with it false, a weight_decay of {decay} is added to gradients, and the trainer decays weights"
+        raise UserError("optimizer.params.adam_w_mode", what, "use AdamW, or zeroshard.Zero with torch.optim.Adam")
+    return {"optimizer": "adamw"}
+
+
+def _as_adamw(key: str, usual: bool) -> Callable[[Any, Mapping[str, Any]], Became]:
+    """A switch of their Adam that changes the update, unless it is as usual."""
+
+    def became(value: Any, theirs: Mapping[str, Any]) -> Became:
+        if bool(value) != usual:
+            todo = "leave it out, or use zeroshard.Zero with your own optimizer"
+            raise UserError(f"{_OPTIM}{key}", f"the trainer's AdamW has not {str(bool(value)).lower()} there", todo)
+        return {}, "as here"
+
+    return became
 
 
 def _scheduler(value: Any, theirs: Mapping[str, Any]) -> Became:
-    known: dict[str, Became] = {
-        "WarmupCosineLR": {},
-        "WarmupDecayLR": ({}, "changed: decays along a cosine in place of a line"),
-        "WarmupLR": ({}, "constant after warm-up: min_lr is lr"),
-    }
-    return known.get(value, "not computed here: the rate stays constant")
+    if value not in _DECAYS:
+        todo = f"use {', '.join(_DECAYS)}, or zeroshard.Zero and a scheduler of your own"
+        raise UserError("scheduler.type", f"{value} is not in the trainer", todo)
+    if value != "WarmupLR" and f"{_SCHED}total_num_steps" not in theirs:
+        raise UserError(f"{_SCHED}total_num_steps", f"{value} has none", "give it, as DeepSpeed asks for it")
+    own, lr = f"{_SCHED}warmup_max_lr", theirs.get(f"{_OPTIM}lr", _RATE)
+    if value == "WarmupLR" and own not in theirs and lr != _RATE:
+        what = f"left out, it is {_RATE} in some releases of DeepSpeed, and the optimizer's lr of {lr} in others"
+        raise UserError(own, what, "give it")
+    kind = "linear" if theirs.get(f"{_SCHED}warmup_type") == "linear" else "log"
+    return {"optim.decay": _DECAYS[value], "optim.warmup": f"deepspeed-{kind}"}, "the same rate at each step"
 
 
 def _rate(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -255,9 +283,19 @@ def _rate(value: Any, theirs: Mapping[str, Any]) -> Became:
 
 
 def _peak(value: Any, theirs: Mapping[str, Any]) -> Became:
-    is_own = theirs["scheduler.type"] in _OWN_RATES
+    is_own = theirs.get("scheduler.type") in _OWN_RATES
     why = "the peak, whatever the optimizer's lr is"
     return ({"lr": value}, why) if is_own else "its scheduler takes the optimizer's lr"
+
+
+def _total(value: Any, theirs: Mapping[str, Any]) -> Became:
+    used = theirs.get("scheduler.type") in ("WarmupDecayLR", "WarmupCosineLR")
+    return {"max_steps": value} if used else "its scheduler takes none"
+
+
+def _of_the_rate(schedulers: Sequence[str], what: str) -> Callable[[Any, Mapping[str, Any]], Became]:
+    """A setting of some schedulers, of which a rate is made once lr is known."""
+    return lambda _, theirs: ({}, what) if theirs.get("scheduler.type") in schedulers else "its scheduler takes none"
 
 
 def _offload(value: Any, theirs: Mapping[str, Any]) -> Became:
@@ -294,6 +332,7 @@ def _share(value: Any, theirs: Mapping[str, Any]) -> Became:
     return {"offload.fraction": f"{value:g}"} if 0 < value <= 1 else "no share of the elements"
 
 
+_SAVED = "checkpoints stay sharded; `zeroshard export` writes the unsharded weights of any of them"
 _CLIPPING = "1 is the default of its releases since 2026; in earlier ones 0, which is off"
 _RECOMPUTED = "changed: each block's inputs are kept; they are not shared out to ranks"
 KEYS: dict[str, tuple[Kind, Becomes]] = {
@@ -316,18 +355,24 @@ KEYS: dict[str, tuple[Kind, Becomes]] = {
     f"{_ZERO}offload_optimizer.nvme_path": (TEXT, _folder),
     f"{_ZERO}offload_param.device": (_PLACE, _offload),
     f"{_ZERO}offload_param.nvme_path": (TEXT, _weights_folder),
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": (SWITCH, lambda value, _: ({}, _SAVED)),
+    f"{_ZERO}stage3_gather_fp16_weights_on_model_save": (SWITCH, lambda value, _: ({}, _SAVED)),
     "optimizer.type": (TEXT, _optimizer),
     f"{_OPTIM}lr": (NUMBER, _rate),
     f"{_OPTIM}betas": (_PAIR, lambda value, _: {"beta1": value[0], "beta2": value[1]}),
-    f"{_OPTIM}eps": (NUMBER, lambda value, _: ({}, "as here") if value == 1e-8 else "1e-8 here, as torch has it"),
+    f"{_OPTIM}eps": (NUMBER, "optim.eps"),
+    f"{_OPTIM}adam_w_mode": (SWITCH, lambda value, _: ({}, "decay is decoupled from gradients")),
+    f"{_OPTIM}amsgrad": (SWITCH, _as_adamw("amsgrad", False)),
+    f"{_OPTIM}bias_correction": (SWITCH, _as_adamw("bias_correction", True)),
     f"{_OPTIM}weight_decay": (NUMBER, "weight_decay"),
     "scheduler.type": (TEXT, _scheduler),
-    f"{_SCHED}total_num_steps": (COUNT, "max_steps"),
-    f"{_SCHED}warmup_num_steps": (COUNT, "warmup_steps"),
-    f"{_SCHED}warmup_type": (TEXT, lambda value, _: ({}, "linear here")),
-    f"{_SCHED}warmup_min_lr": (NUMBER, lambda value, _: "warm-up begins at 0" if value else {}),
+    f"{_SCHED}total_num_steps": (_STEPS, _total),
+    f"{_SCHED}warmup_num_steps": (_STEPS, "warmup_steps"),
+    f"{_SCHED}warmup_type": (_WARMUP, lambda value, _: ({}, "optim.warmup")),
+    f"{_SCHED}warmup_min_lr": (NUMBER, _of_the_rate(_OWN_RATES, "optim.warmup_lr")),
+    f"{_SCHED}warmup_min_ratio": (NUMBER, _of_the_rate(("WarmupCosineLR",), "optim.warmup_lr, as a share of lr")),
     f"{_SCHED}warmup_max_lr": (NUMBER, _peak),
-    f"{_SCHED}cos_min_ratio": (NUMBER, lambda value, _: ({}, "min_lr, as a share of lr")),
+    f"{_SCHED}cos_min_ratio": (NUMBER, _of_the_rate(("WarmupCosineLR",), "min_lr, as a share of lr")),
     "activation_checkpointing.partition_activations": (
         SWITCH,
         lambda value, _: ({"model.activation_checkpointing": "full"}, _RECOMPUTED) if value else {},

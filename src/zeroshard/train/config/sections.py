@@ -178,6 +178,14 @@ class OptimConfig(Config):
         "in the last steps.",
     )
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which it comes down.")
+    warmup: Literal["linear", "deepspeed-log", "deepspeed-linear"] = Field(
+        "linear",
+        description="How the learning rate climbs to lr. deepspeed-...: as DeepSpeed's schedulers, with their decay: "
+        "WarmupLR is constant, WarmupDecayLR linear, WarmupCosineLR cosine.",
+    )
+    warmup_lr: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="deepspeed-...: the learning rate at which the warm-up begins."
+    )
     label_smoothing: float = Field(
         0.0,
         ge=0,
@@ -195,6 +203,15 @@ class OptimConfig(Config):
     max_not_finite: int = Field(
         10, ge=1, description="End the run after this many steps in a row with NaN/Inf; each is skipped."
     )
+
+    @model_validator(mode="after")
+    def _warmup_goes_with_the_decay(self) -> Self:
+        if self.warmup == "linear" and self.warmup_lr:
+            what = "a linear warm-up begins at lr / warmup_steps"
+            raise UserError("optim.warmup_lr", what, "leave it out, or set optim.warmup")
+        if self.warmup != "linear" and self.decay == "wsd":
+            raise UserError("optim.warmup", "DeepSpeed has no scheduler with wsd", "set optim.decay, or leave it out")
+        return self
 
 
 class ProfileConfig(Config):

@@ -116,7 +116,7 @@ def schedule_of(config: Mapping[str, Any]) -> dict[str, Any]:
     steps = config.get("decay_steps") or config["max_steps"]
     known = {"lr", "min_lr", "warmup_steps"}
     table = config.get("optim", {})
-    shape = {key: table[key] for key in ("decay", "decay_share") if key in table}
+    shape = {key: table[key] for key in ("decay", "decay_share", "warmup", "warmup_lr") if key in table}
     return {**{key: config[key] for key in known}, **shape, "max_steps": steps}
 
 
