@@ -9,8 +9,11 @@ A block in ``sh`` stands below a comment that no reader sees, and that says what
 A block in ``python`` runs, in one namespace for the page, unless it is marked as not run.
 """
 
+import logging
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +72,30 @@ def python_of(page: Path) -> list[Block]:
 def run_python(page: Path) -> None:
     """Run them one after the other."""
     shown: dict[str, object] = {"__name__": "page"}
-    for block in python_of(page):
-        # What this file imports from __future__ is not the page's.
-        exec(compile("\n" * block.line + block.code, block.page, "exec", dont_inherit=True), shown)
+    with _logging_as_it_was():
+        for block in python_of(page):
+            # What this file imports from __future__ is not the page's.
+            exec(compile("\n" * block.line + block.code, block.page, "exec", dont_inherit=True), shown)
+
+
+@contextmanager
+def _logging_as_it_was() -> Iterator[None]:
+    """A page may set levels and handlers; the tests that follow in this process do not hear of it."""
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    before = {logger: logger.level for logger in [root, *_loggers()]}
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        for logger in [root, *_loggers()]:
+            # Ours are born without a level; what a library gives its own when it is imported is not the page's.
+            if logger in before or logger.name.startswith("zeroshard"):
+                logger.setLevel(before.get(logger, logging.NOTSET))
+
+
+def _loggers() -> list[logging.Logger]:
+    return [found for found in logging.root.manager.loggerDict.values() if isinstance(found, logging.Logger)]
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
