@@ -238,9 +238,11 @@ class _Watch:
             difference = first_difference(page.recent, own) if page is not None else None
             if difference is not None:
                 place, theirs, ours = difference
-                return (
-                    f"ranks diverged at operation {place}: rank {rank} issued {theirs}, rank {self.rank} issued {ours}"
-                )
+                calls = [issued.removeprefix("the call ") for issued in (theirs, ours) if issued.startswith("the call")]
+                advice = f"; every rank has to call {' and '.join(calls)}" if calls else ""
+                one, other = sorted([(rank, theirs), (self.rank, ours)])
+                issued = f"rank {one[0]} issued {one[1]}, rank {other[0]} issued {other[1]}"
+                return f"ranks diverged at operation {place}: {issued}{advice}"
         return None
 
     def _lost(self, ranks: Iterable[int]) -> str | None:
