@@ -512,6 +512,11 @@ class RoundsAtRandom(Own):
         return param.grad * noise
 
 
+class RoundsAllAtRandom(RoundsAtRandom):
+    def update(self, param, group):
+        return super().update(param, group) / torch.stack([each.grad.norm() for each in group["params"]]).norm()
+
+
 class InTrainingMode(Own):
     mode = None
 
@@ -561,6 +566,8 @@ def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
 def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
     assert classify(RoundsAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM
     assert classify(RoundsAtRandom, {"narrow": torch.float16}, dtype=dtype).reach is Reach.ELEMENT_WISE
+    assert classify(RoundsAllAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM  # at stage 0 too
+    assert classify(RoundsAllAtRandom, {"narrow": torch.float16}, dtype=dtype).reach is Reach.CROSS_TENSOR
     model = nn.Linear(4, 4).to(dtype)
     with pytest.raises(ValueError, match=f"RoundsAtRandom cannot be sharded: in {dtype} it draws random numbers"):
         Zero(model, 0, comm=NullCommunicator(2)).optimizer(RoundsAtRandom, narrow=dtype)

@@ -4,14 +4,15 @@ Kernels believe what an optimizer's state says. torch's fused AdamW reads and wr
 the parameter has, whatever the shape of ``exp_avg``. A state of another optimizer is no better: it is loaded without an
 error, and a step fails later, or continues from other numbers. So whatever loads states asks here first.
 
-What a class keeps is found by steps of another instance, with the same settings, on a small stand-in for a parameter:
+What a class keeps is found by steps of another instance, with the same settings, on two small stand-ins for a
+parameter, because a class may keep something beside the first one alone:
 
 | a state of the stand-in             | what is accepted for a parameter                                    |
 |-------------------------------------|---------------------------------------------------------------------|
 | is a number, or has one element     | one element                                                         |
 | has the stand-in's shape            | the parameter's shape                                               |
 | has another shape                   | the shape that it has for a stand-in as large as the parameter      |
-| is there after each step            | only with this state                                                |
+| is there after each step, of two    | only with this state                                                |
 | is never there                      | refused for torch's classes and ours; others may keep it later      |
 | is floating, complex or integer     | a dtype of the same sort, which is converted                        |
 """
@@ -222,15 +223,16 @@ class KeptStates:
 
     def _tried(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial:
         with isolated():
-            param = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
-            optimizer = self._make([{**copy.deepcopy(self._settings), "params": [param]}])
+            params = [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for _ in range(2)]
+            optimizer = self._make([{**copy.deepcopy(self._settings), "params": params}])
             begin_training(optimizer)
             found: list[dict[str, Any]] = []
             for _ in range(NUM_STEPS):
-                param.grad = torch.full_like(param, 0.5)
+                for param in params:
+                    param.grad = torch.full_like(param, 0.5)
                 optimizer.step()
                 try:
-                    found.append(_by_kind(optimizer.state.get(param, {})))
+                    found += [_by_kind(optimizer.state.get(param, {})) for param in params]
                 except ValueError as error:
                     self._unsaved = str(error)
                     raise

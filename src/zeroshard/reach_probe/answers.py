@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zeroshard.optimizer_classes.reach import OptimizerKind
 from zeroshard.optimizer_classes.trials import isolated
-from zeroshard.reach_probe.probe import LEARNING_RATE, probe, probe_as_used
+from zeroshard.reach_probe.probe import DECIDED, LEARNING_RATE, probe, probe_as_used
 
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 
@@ -28,7 +28,7 @@ def found_by_probe(
         rate = {"lr": LEARNING_RATE} if isinstance(group.get("lr"), int | float) else {}
         # groups that differ in lr alone share this answer
         found = _answer(probe, optimizer_cls, settings, {**group, **rate}, device)
-        if found.reach.refused:
+        if found.reach in DECIDED:
             return found
         return _answer(probe_as_used, optimizer_cls, settings, group, device, dtype, found)
 

@@ -59,6 +59,7 @@ SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and afte
 NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
 LARGE = (136, 160)  # some classes factor only matrices of 128 or more rows, or quantise only 4096 or more elements
+DECIDED = (Reach.CLOSURE_DRIVEN, Reach.RANDOM, Reach.UNUSABLE)  # no layout suits them, whatever else they do
 ON_CPU = "tried on the CPU; a class that runs on other devices only declares its reach by the attribute zero_reach"
 # Relative to the largest update. Equal bits are not required: fused and vectorised kernels round an element in the body
 # of a tensor differently from one in its tail, and pieces have other tails. Influence between elements is far larger.
@@ -270,10 +271,10 @@ def probe(
             where = f" ({ON_CPU})" if subject.elsewhere else ""
             return OptimizerKind(Reach.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
         reach, reason = _watch(subject, alone)
-        no_closure = "" if reach.refused else _no_closure(subject, alone)
+        no_closure = "" if reach in DECIDED else _no_closure(subject, alone)
         if no_closure and subject.with_closure:
             reach, reason = Reach.CLOSURE_DRIVEN, no_closure
-        if not reach.refused:
+        if reach not in DECIDED:
             reach, reason = _watch_later(subject, alone, reach, reason)
         return OptimizerKind(reach, reason, tuple(len(shape) for shape in alone), no_closure=no_closure)
 
@@ -301,9 +302,9 @@ def probe_as_used(
                 failures.append(error)
                 continue
             with suppress(_TrialError):  # most classes are not made for this rate
-                if not reach.refused:
+                if reach not in DECIDED:
                     reach, reason = _watch_course(replace(subject, rate=OWN_RATE), shapes, reach, reason, when)
-            if not reach.refused and _draws(replace(subject, dtype=dtype), shapes):
+            if reach not in DECIDED and _draws(replace(subject, dtype=dtype), shapes):
                 reach, reason = Reach.RANDOM, f"in {dtype} it {_INFLUENCES[Reach.RANDOM]}"
             return replace(found, reach=reach, reason=reason)
     if reach is Reach.ELEMENT_WISE:
@@ -439,7 +440,7 @@ def _watch_later(
     try:
         return _watch_course(subject, shapes, reach, reason, "from a later step on")
     except _TrialError as error:
-        if reach is Reach.PER_TENSOR:
+        if reach is not Reach.ELEMENT_WISE:
             return reach, reason
         return Reach.PER_TENSOR, f"its later steps could not be tried: {error}"
 
@@ -453,6 +454,8 @@ def _watch_course(
     if together.closure_calls:
         return Reach.CLOSURE_DRIVEN, f"{when} {_MOVED}"
     expected = together.weights
+    if reach is Reach.CROSS_TENSOR:
+        return (Reach.RANDOM, f"{when} it {_INFLUENCES[Reach.RANDOM]}") if _draws(subject, shapes) else (reach, reason)
     influence = _influence(subject, histories, expected, lambda: subject.run(histories, seed=3).weights)
     if influence is not None:
         return influence, f"{when} it {_INFLUENCES[influence]}"
