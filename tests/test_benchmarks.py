@@ -14,9 +14,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 
 
-def _run(*args):
+def _run(*args, timeout=600):
     command = [sys.executable, *map(str, args)]
-    done = forked.run(command, capture_output=True, text=True, check=False, timeout=600)
+    done = forked.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -44,6 +44,27 @@ def test_collectives_are_timed_with_each_communicator(tmp_path):
     for row in rows:
         factor = {"copy": 0.0, "all_reduce": 1.0}.get(row["op"], 0.5)  # (W-1)/W, and twice that
         assert (row["busbw_bytes_per_s"] or 0.0) == row["algbw_bytes_per_s"] * factor > -1.0
+
+
+@pytest.mark.soak  # half an hour with all of them
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    "package",
+    [
+        "torch",
+        "transformers",
+        "prodigyopt",
+        "dadaptation",
+        "schedulefree",
+        "heavyball",
+        "pytorch_optimizer",
+        "bitsandbytes",
+    ],
+)
+def test_optimizers_of_other_packages_train_and_resume_as_in_one_process_or_are_refused(package):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    program = BENCHMARKS / "claims" / "foreign_optimizers.py"
+    assert f"| {package} |" in _run(program, "--packages", package, timeout=7200)
 
 
 @pytest.mark.soak  # its ranks are real starts, as it measures what a process holds

@@ -2,7 +2,8 @@
 
     pip install prodigyopt dadaptation schedulefree pytorch_optimizer heavyball bitsandbytes torchao
     python benchmarks/claims/foreign_optimizers.py
-    python benchmarks/claims/foreign_optimizers.py --packages pytorch_optimizer --only MADGRAD SPAM --markdown part.md
+    python benchmarks/claims/foreign_optimizers.py --packages pytorch_optimizer --only MADGRAD SPAM
+    python benchmarks/claims/foreign_optimizers.py --markdown docs/optimizers.md
 
 Every class of an installed package trains `NUM_STEPS` steps on two ranks (threads) at stages 0 to 3, and each step's
 weights are compared with those of one process, which adds the gradients of both halves of the rows. Half way it is
@@ -23,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -270,15 +272,36 @@ def classes(package: str) -> Iterator[tuple[str, type[Optimizer]]]:
 
 
 def is_wrong(result: Result) -> bool:
-    return result.outcome in ("differs", "fails") or "though" in result.resumes
+    return result.outcome in ("differs", "fails") or result.resumes.startswith(("differs, though", "fails, though"))
+
+
+ABOUT = """\
+# Optimizers of other packages
+
+Which optimizers train under `Zero` as in one process, and which are refused?
+`python benchmarks/claims/foreign_optimizers.py --markdown docs/optimizers.md` wrote this page with torch {torch},
+{versions}.
+
+Each class trains {steps} steps on two ranks at stages 0 to 3, with the settings that it has by default. Each step's
+weights are compared with those of one process, up to {tolerance} of how far weights have moved, or {rounding} times
+what other last bits in the first weights do. Half way it is saved at stage 3 and resumed at stage 1.
+[Take any optimizer](how-to/own-loop.md#take-any-optimizer) says how a class is tried.
+
+"""
 
 
 def markdown(results: list[Result]) -> str:
-    lines = [
-        "| package | classes | equal at each stage | stage 0 alone | refused | wrong |",
-        "|---|---|---|---|---|---|",
-    ]
-    for package in dict.fromkeys(result.name.partition(".")[0] for result in results):
+    packages = dict.fromkeys(result.name.partition(".")[0] for result in results)
+    about = ABOUT.format(
+        torch=torch.__version__.partition("+")[0],
+        versions=", ".join(f"{name} {version(name)}" for name in packages if name != "torch"),
+        steps=NUM_STEPS,
+        tolerance=TOLERANCE,
+        rounding=int(ROUNDING),
+    )
+    head = "| package | classes | equal at each stage | stage 0 alone | refused | wrong |"
+    lines = [*about.splitlines(), head, "|---|---|---|---|---|---|"]
+    for package in packages:
         own = [each for each in results if each.name.startswith(f"{package}.") and each.outcome != "no optimizer"]
         counts = Counter(
             "wrong" if is_wrong(each) else "stage 0" if each.stages == [0] else each.outcome for each in own
@@ -295,8 +318,8 @@ def markdown(results: list[Result]) -> str:
             reason = each.resumes if title == "Not resumed" else each.reason
             trains = " (trains at stage 0)" if each.stages == [0] else ""
             by_reason.setdefault(reason.replace(each.name.partition(".")[2], "it"), []).append(each.name + trains)
-        lines += ["", f"{title}:", ""]
-        lines += [f"- {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+        lines += ["", f"## {title}", ""]
+        lines += [f"- {', '.join(names)}: {reason}".replace("_", "\\_") for reason, names in by_reason.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -213,6 +213,14 @@ def test_a_class_that_refuses_its_settings_says_so_itself():
         Zero(nn.Linear(4, 4), 2, comm=NullCommunicator(2)).optimizer(torch.optim.AdamW, lr=-1.0)
 
 
+def test_a_class_that_takes_no_param_groups_is_told_so():
+    class Listed(Own):
+        def __init__(self, params):
+            super().__init__([param for param in params if param.numel()])
+
+    assert classify(Listed).reason == "it takes a list of parameters alone, and is given param groups here"
+
+
 def test_generators_and_settings_are_left_as_they_were():
     betas, lr = [0.9], torch.tensor(0.5)
 

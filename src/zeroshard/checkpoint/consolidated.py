@@ -136,14 +136,16 @@ def _state(manifest: Manifest, tensors: dict[tuple[str, str], Tensor]) -> dict[s
             state.setdefault(name, {})[kind] = tensor
     beside = [nested(state.pop(name)) for name in sorted(filter(is_of_optimizer, state))]
     state = {name: nested(kinds) for name, kinds in state.items()}
-    for each in (found for kept in beside for found in kept.values()):
-        state.update(each)
+    added: dict[str, Any] = {}
+    for kept in beside:
+        state.update(kept.get("state", {}))
+        added.update(kept.get("added", {}))
     for whole in (model, averages):
         whole.update({name: whole[first] for name, first in manifest.tied.items() if first in whole})
     groups = [dict(group) for group in manifest.param_groups]
     return {
         "model": model,
-        "optimizer": {"state": state, "param_groups": groups},
+        "optimizer": {"state": state, "param_groups": groups, **added},
         **({"ema": averages} if averages else {}),
         "step": manifest.step,
         "extra": manifest.extra,

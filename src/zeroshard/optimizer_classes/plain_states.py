@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.named_shards import MODEL_KINDS
+
 FORM = "@form"  # the kind of a state that says how the others are nested
+_RESERVED = MODEL_KINDS | {"local"}  # a checkpoint has something else under these names
 _LISTS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 
 
@@ -31,10 +34,11 @@ def flat(state: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     forms: list[Any] = []
     for kind, value in state.items():
-        if isinstance(kind, str) and (isinstance(value, int | float) or _is_plain_tensor(value)):
+        reserved = kind in _RESERVED
+        if isinstance(kind, str) and not reserved and (isinstance(value, int | float) or _is_plain_tensor(value)):
             found[kind] = value
         else:
-            forms.append([_form(kind, "", {}), _form(value, str(kind), found)])
+            forms.append([_form(kind, "", {}), _form(value, f"{kind}'" if reserved else str(kind), found)])
     if forms:
         found[FORM] = torch.frombuffer(bytearray(json.dumps(forms).encode()), dtype=torch.uint8)
     return found

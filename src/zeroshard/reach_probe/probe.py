@@ -263,6 +263,10 @@ def probe(
         subject, alone, failures = _meet(_subjects(optimizer_cls, settings, group, device))
         if not alone:
             failure = next((failure for failure in failures if failure.built), None)
+            if failure is None and _takes_no_groups(subject):
+                return OptimizerKind(
+                    Reach.UNUSABLE, "it takes a list of parameters alone, and is given param groups here"
+                )
             if failure is None:
                 cause = failures[0].cause  # the class does not accept these settings
                 if subject.elsewhere:
@@ -310,6 +314,16 @@ def probe_as_used(
     if reach is Reach.ELEMENT_WISE:
         reach, reason = Reach.PER_TENSOR, f"{NUM_DOWNHILL} steps of it could not be tried: {failures[0]}"
     return replace(found, reach=reach, reason=reason)
+
+
+def _takes_no_groups(subject: _Subject) -> bool:
+    """Whether the class can be built of parameters, but of no param groups."""
+    params = [nn.Parameter(subject.history(shape, 1)[0]) for shape in SHAPES[1:3]]
+    try:
+        subject.optimizer_cls(params, **copy.deepcopy(dict(subject.settings)))
+    except Exception:  # noqa: BLE001 -- each class raises its own
+        return False
+    return True
 
 
 def _meet(subjects: Iterable[_Subject]) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:

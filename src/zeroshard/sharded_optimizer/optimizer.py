@@ -403,12 +403,13 @@ class ShardedOptimizer(Optimizer):
         number = {param: i for i, param in enumerate(params)}
         of_params = [(key, flat(state)) for key, state in self.optim.state.items() if isinstance(key, Tensor)]
         by_param = {number[key]: {kind: _alone(value) for kind, value in state.items()} for key, state in of_params}
-        others = of_no_param(self.optim.state)
+        others = of_no_param(self.optim.state), self._added_by_class()
         gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
         self._unsharded_state, self._consolidated_to = None, to
         if self.comm.rank == to:
             found = {i: nested(state) for states, _ in gathered for i, state in states.items()}
-            self._unsharded_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1]
+            self._unsharded_state = {params[i]: found[i] for i in sorted(found)} | gathered[to][1][0]
+            self._added = gathered[to][1][1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dict that the unsharded optimizer would return and loads, with states as of the consolidation.
@@ -425,9 +426,14 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError(f"state_dict: {what}; call consolidate_state_dict(to={here}) on every rank first")
         self.state = defaultdict(dict, self._unsharded_state)
         try:
-            return super().state_dict()
+            return {**self._added, **super().state_dict()}
         finally:
             self.state = self.optim.state
+
+    def _added_by_class(self) -> dict[str, Any]:
+        """What the class's own ``state_dict`` adds to torch's."""
+        found = {} if type(self.optim).state_dict is Optimizer.state_dict else self.optim.state_dict()
+        return {key: value for key, value in found.items() if key not in ("state", "param_groups")}
 
     def _state_has_changed(self) -> None:
         self._unsharded_state = self._consolidated_to = None
@@ -477,7 +483,8 @@ class ShardedOptimizer(Optimizer):
             own_groups.append({**saved, **self._own_part({key: group[key] for key in PER_RANK if key in group})})
             own_groups[-1]["params"] = [number for number in saved["params"] if owners[number] == self.comm.rank]
         own = {key: nested(state) for key, state in state_dict["state"].items() if owners[key] == self.comm.rank}
-        content = {"state": deepcopy({**own, **others}), "param_groups": own_groups}
+        added = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        content = {**deepcopy(added), "state": deepcopy({**own, **others}), "param_groups": own_groups}
         if self._away is None:
             self.optim.load_state_dict(content)
             if self._formatted is not None:

@@ -25,6 +25,14 @@ class Keeps(Optimizer):
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
         self.state["k"] = torch.tensor([0])
+        self.done = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "done": self.done}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.done = state_dict["done"]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -36,18 +44,25 @@ class Keeps(Optimizer):
                     continue
                 if not self.state[p]:
                     inner = {"buffer": torch.zeros_like(p), "seen": set(), "none": None}
+                    self.state[p]["ema"] = torch.zeros_like(p)  # what a checkpoint calls an average of weights
                     self.state[p].update({0: inner, "n": 0, "both": [torch.zeros_like(p), ("a", 0.5, torch.float32)]})
                 state = self.state[p]
                 state["n"] += 1
+                state["ema"].lerp_(p.grad, 0.5)
                 state[0]["buffer"].mul_(0.9).add_(p.grad)
                 state[0]["seen"].add(int(state["n"]))  # `consolidate` returns numbers as tensors
                 state["both"][0].add_(state[0]["buffer"], alpha=state["both"][1][1])
                 assert state[0]["none"] is None
                 assert state["both"][1][2] is torch.float32
                 factor = len(state[0]["seen"]) * common["rate"] * float(self.state["k"] + 1)
-                p.sub_(state["both"][0], alpha=group["lr"] * factor * float(group["slower"]) / group["count"])
+                p.sub_(
+                    state["both"][0] + 0.1 * state["ema"] * (1 + self.done),
+                    alpha=group["lr"] * factor * float(group["slower"]) / group["count"],
+                )
+        self.state[self.param_groups[0]["params"][0]]["first"] = 1
         common.update(rate=common["rate"] * 0.9, steps=common["steps"] + 1)
         self.state["k"] += 1
+        self.done += 1
 
 
 class KeepsWhole(Keeps):
@@ -103,7 +118,11 @@ def by_numbers(states, model):
     """A state by names, as `consolidate` returns it, in the form of torch."""
     numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in states["param_groups"]]
-    return {"state": {numbers.get(key, key): state for key, state in states["state"].items()}, "param_groups": groups}
+    return {
+        "state": {numbers.get(key, key): state for key, state in states["state"].items()},
+        "param_groups": groups,
+        "done": states["done"],
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -133,7 +133,7 @@ def _load_state_dict(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     cut = cut_into_pieces(piecewise, state_dict)
-    load = StateLoad(piecewise, cut.settings, cut.others)
+    load = StateLoad(piecewise, cut.settings, cut.others, cut.added)
     for group in piecewise.slots:
         load.take(group, cut.states)
     load.end()
@@ -149,6 +149,7 @@ class StateLoad:
         piecewise: the optimizer that loads.
         settings: of each of its param groups, which the class loads; None: they do not change.
         others: states of no parameter.
+        added: what the class's own ``state_dict`` adds to torch's.
     """
 
     def __init__(
@@ -156,8 +157,9 @@ class StateLoad:
         piecewise: PiecewiseOptimizer,
         settings: Sequence[Mapping[str, Any]] | None = None,
         others: Mapping[Any, Any] = MappingProxyType({}),
+        added: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._of, self._others = piecewise, others
+        self._of, self._others, self._added = piecewise, others, added
         self._settings = settings or [dict(group) for group in piecewise.optimizer.param_groups]
         self._by_unit = is_called_by_unit(piecewise)
         self._waiting: dict[nn.Parameter, State] = {}
@@ -203,7 +205,7 @@ class StateLoad:
             with without_load_hooks(optimizer), piecewise.at_pieces():
                 for group, pieces in zip(optimizer.param_groups, lists, strict=True):
                     group["params"] = pieces
-                saved = {"state": {**self._others, **numbered}, "param_groups": groups}
+                saved = {**self._added, "state": {**self._others, **numbered}, "param_groups": groups}
                 type(optimizer).load_state_dict(optimizer, saved)
         finally:
             _tell_where_states_are(piecewise)  # torch has put in another dict

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.comm.tensor_broadcast import broadcast_dicts
 from zeroshard.lazily import loaded
@@ -26,6 +27,7 @@ from zeroshard.zero.core.optimizer import State, pieces_in
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 _PER_PARAM = ("params", "param_names")
+_OF_TORCH = ("state", "param_groups")
 
 
 class Stateful(Protocol):
@@ -57,7 +59,7 @@ def unsharded_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) 
         packed.append({**options, "params": [numbers[param] for param in chosen]})
     state = {number: found[param] for param, number in numbers.items() if param in found}
     others = deepcopy(_on_cpu(flat({"": of_no_param(piecewise.optimizer.state)})))[""]  # a step changes them in place
-    return {"state": {**state, **others}, "param_groups": packed}
+    return {"state": {**state, **others}, "param_groups": packed, **deepcopy(added_by_class(piecewise))}
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[Any, Any]:
@@ -67,6 +69,16 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[Any, Any]:
 def of_no_param(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """What an optimizer's state has under keys that are no parameters, such as MADGRAD's count of steps."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def added_by_class(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
+    """What the class's own ``state_dict`` adds to torch's: counts in attributes, say, which its load takes back."""
+    optimizer = piecewise.optimizer
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return {}
+    with piecewise.at_pieces():
+        found = type(optimizer).state_dict(optimizer)
+    return {key: value for key, value in found.items() if key not in _OF_TORCH}
 
 
 def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
@@ -117,6 +129,7 @@ class CutState(NamedTuple):
     settings: list[dict[str, Any]]  # of each param group
     states: dict[nn.Parameter, State]  # by piece, in their order
     others: dict[Any, Any]  # of no parameter
+    added: dict[str, Any]  # by the class, to torch's state dict
 
 
 def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]) -> CutState:
@@ -152,7 +165,8 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
             for piece, own in pieces_in(home, slot):
                 states_of_pieces[own] = nested(cut(saved[param], piece, place, block))
     settings = [{key: value for key, value in group.items() if key not in _PER_PARAM} for group in saved_groups]
-    return CutState(settings, states_of_pieces, others)
+    added = {key: deepcopy(value) for key, value in state_dict.items() if key not in _OF_TORCH}
+    return CutState(settings, states_of_pieces, others, added)
 
 
 def cut_states(piecewise: PiecewiseOptimizer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.lazily import loaded
 from zeroshard.named_shards import (
@@ -33,11 +34,11 @@ from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import StateLoad
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.optimizers.state_dict import Stateful, of_no_param
+from zeroshard.zero.optimizers.state_dict import Stateful, added_by_class, of_no_param
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state.full_state import take_names
 
-_BESIDE = "state"  # the one kind, before it is made flat, of states of no parameter
+_BESIDE, _ADDED = "state", "added"  # kinds, before they are made flat, of states of no parameter, and of the class
 
 
 def named_shards(
@@ -93,8 +94,7 @@ def load_named_shards(
     """See `Zero.load_named_shards`. Returns the parameters with saved states that no optimizer took."""
     members = {param for optimizer in optimizers for param in optimizer.members}
     missed: set[nn.Parameter] = set()
-    beside = (_read_beside_params(reader, *each) for each in enumerate(optimizers))
-    loads = [StateLoad(optimizer, others=others) for optimizer, others in zip(optimizers, beside, strict=True)]
+    loads = [_read_beside_params(reader, *each) for each in enumerate(optimizers)]
     take_names(model, runtime)
     _require_shapes(model, runtime, reader)
     kept: dict[str, Kept] = {}
@@ -165,7 +165,8 @@ def _load_rounding(group: FlatGroup, reader: ShardReader) -> None:
 def _states(holders: Sequence[Stateful], shard: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
     for holder in holders:
         try:
-            plain = flat(holder.state.get(shard, {}))
+            plain = holder.state.get(shard, {})
+            plain = flat(plain) if isinstance(holder, Optimizer) else plain  # an average has its own name
         except ValueError as error:
             raise ValueError(f"{type(holder).__name__}: a checkpoint cannot hold {error}") from None
         yield from ((kind, torch.as_tensor(value)) for kind, value in plain.items())
@@ -176,19 +177,20 @@ def _beside_params(optimizers: Sequence[PiecewiseOptimizer], rank: int) -> Itera
     for number, piecewise in enumerate(optimizers):
         homes = (piecewise.homes[param] for chosen in piecewise.by_group for param in chosen if param.numel())
         group, slot = next(homes, (None, 0))
-        others = of_no_param(piecewise.optimizer.state)
-        if group is None or not others:
+        others = {_BESIDE: of_no_param(piecewise.optimizer.state), _ADDED: added_by_class(piecewise)}
+        if group is None or not any(others.values()):
             continue
         if any(own.slot == slot and own.interval[0] == 0 for own in group.params.layout.owned(rank)):
-            for kind, value in flat({_BESIDE: others}).items():
+            for kind, value in flat(others).items():
                 yield NamedShard(of_optimizer(number), kind, tuple(value.shape), (0, value.numel()), value.reshape(-1))
 
 
-def _read_beside_params(reader: ShardReader, number: int, piecewise: PiecewiseOptimizer) -> dict[Any, Any]:
-    """Return what `_beside_params` saved of an optimizer; what it has now, if nothing was saved."""
+def _read_beside_params(reader: ShardReader, number: int, piecewise: PiecewiseOptimizer) -> StateLoad:
+    """Return the load of an optimizer, with what `_beside_params` saved; with what it has now, if nothing was saved."""
     now, name = of_no_param(piecewise.optimizer.state), of_optimizer(number)
     saved = {kind: read_whole(reader, name, kind, shape) for kind, shape in reader.kinds(name).items()}
-    for key, value in nested(saved)[_BESIDE].items() if saved else ():
+    found = nested(saved)
+    for key, value in found.get(_BESIDE, {}).items():
         there = now.get(key)
         now[key] = value.to(there.device) if isinstance(value, Tensor) and isinstance(there, Tensor) else value
-    return now
+    return StateLoad(piecewise, others=now, added=found.get(_ADDED) or added_by_class(piecewise))
