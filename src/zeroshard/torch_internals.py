@@ -201,13 +201,12 @@ def hooks_of(optimizer: Optimizer, event: str) -> OrderedDict[int, Any]:
 
 
 @contextmanager
-def without_load_hooks(optimizer: Optimizer) -> Generator[None]:
-    """In this block ``load_state_dict`` of the optimizer's class calls no pre-hooks: they were called already."""
-    hooks, optimizer._optimizer_load_state_dict_pre_hooks = (
-        optimizer._optimizer_load_state_dict_pre_hooks,
-        OrderedDict(),
-    )
+def without_state_hooks(optimizer: Optimizer) -> Generator[None]:
+    """In this block the class's ``state_dict`` and ``load_state_dict`` call none of the hooks that come with a dict."""
+    names = [f"_optimizer_{event}_hooks" for event in ("state_dict_pre", "state_dict_post", "load_state_dict_pre")]
+    hooks = {name: getattr(optimizer, name) for name in names}
+    vars(optimizer).update({name: OrderedDict() for name in names})
     try:
         yield
     finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = hooks
+        vars(optimizer).update(hooks)

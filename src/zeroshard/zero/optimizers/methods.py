@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.torch_internals import hooks_of, without_load_hooks
+from zeroshard.torch_internals import hooks_of, without_state_hooks
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State
@@ -202,7 +202,7 @@ class StateLoad:
             for settings, pieces in zip(self._settings, lists, strict=True)
         ]
         try:
-            with without_load_hooks(optimizer), piecewise.at_pieces():
+            with without_state_hooks(optimizer), piecewise.at_pieces():  # `_load_state_dict` called them
                 for group, pieces in zip(optimizer.param_groups, lists, strict=True):
                     group["params"] = pieces
                 saved = {**self._added, "state": {**self._others, **numbered}, "param_groups": groups}

@@ -21,6 +21,7 @@ from zeroshard.lazily import loaded
 from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
 from zeroshard.optimizer_classes.plain_states import flat, nested
 from zeroshard.optimizer_classes.saved_states import NEVER_CUT, blocks_of, may_need_conversion
+from zeroshard.torch_internals import without_state_hooks
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in
@@ -76,7 +77,7 @@ def added_by_class(piecewise: PiecewiseOptimizer) -> dict[str, Any]:
     optimizer = piecewise.optimizer
     if type(optimizer).state_dict is Optimizer.state_dict:
         return {}
-    with piecewise.at_pieces():
+    with without_state_hooks(optimizer), piecewise.at_pieces():
         found = type(optimizer).state_dict(optimizer)
     return {key: value for key, value in found.items() if key not in _OF_TORCH}
 
