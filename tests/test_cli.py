@@ -22,11 +22,11 @@ import zeroshard
 from tiny_runs import events_of
 from zeroshard.cli import VERBS, main
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.flags import ELSEWHERE, flags_of, read_flags
+from zeroshard.flags import flags_of, read_flags
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import fields_by_name
+from zeroshard.train.config.validate import ELSEWHERE, fields_by_name, nested, validate
 from zeroshard.verbs.training import written
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
@@ -119,6 +119,9 @@ train --no-compile=yes | --no-compile: takes no value; write --no-compile alone
 generate none | run: there is no folder none; give a run folder, as runs/NAME
 generate | run: is missing; give a value
 generate --run x | --run: there is no such flag; see --help
+completion | shell: is missing; write `zeroshard completion bash`, zsh or fish
+completion powershell | shell: there is no completion for 'powershell'; choose one of bash, zsh, fish
+completion bash zsh | shell: 2 are given where 1 is wanted; write `zeroshard completion bash`, zsh or fish
 doctor now | now: `zeroshard doctor` takes nothing; leave it out
 bench speed | speed: there is no such bench; choose one of step, device
 bench step --round 2 | --round: there is no such flag; did you mean --rounds?
@@ -197,6 +200,7 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
         ("checkpoint", "verify"),
         ("checkpoint", "ls", "runs/x"),
         ("doctor",),
+        ("completion", "bash"),
         ("report", "runs/x"),
         ("bench",),
     ],
@@ -485,9 +489,11 @@ def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change_and_n
 
 
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():
-    flags = flags_of(TrainConfig, SHORTHANDS)
-    assert set(ELSEWHERE.values()) <= set(flags)
-    assert not set(ELSEWHERE) & set(flags)
+    flags, settings = flags_of(TrainConfig, SHORTHANDS), fields_by_name(TrainConfig)
+    assert not set(ELSEWHERE) & set(settings)
     for theirs, ours in ELSEWHERE.items():
-        with pytest.raises(UserError, match=f"^{theirs}: there is no such flag; here it is {ours}$"):
-            read_flags([theirs, "1"], flags)
+        flag, known = (f"--{name}".replace("_", "-") for name in (theirs, ours))
+        with pytest.raises(UserError, match=f"^{flag}: there is no such flag; here it is {known}$"):
+            read_flags([flag, "1"], flags)
+        with pytest.raises(UserError, match=f"^{theirs}: there is no such key; here it is {ours}$"):
+            validate(TrainConfig, nested({tuple(theirs.split(".")): "1"}))

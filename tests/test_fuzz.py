@@ -31,6 +31,7 @@ FIXED = {
     "checkpoint": ("ls", "show", "verify", "diff"),
     "report": ("--out", "--to", "wandb"),
     "doctor": ("x", ".."),
+    "completion": ("bash", "zsh", "fish"),
 }
 
 

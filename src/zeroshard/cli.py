@@ -147,8 +147,13 @@ def _overview() -> str:
         "`zeroshard COMMAND --help` names each setting, its unit and its default: on a terminal those that most people "
         "use, in a pipe or file, and by `--help all`, every one."
     )
+    what = (
+        "Memory-efficient data-parallel training of language models: ZeRO stages 0 to 3, and what fits before you run."
+    )
     lines = [
         usage("COMMAND [FLAGS]"),
+        "",
+        *wrapped(f"{what} Documentation: docs/index.md of the repository, or `make docs` there."),
         "",
         *named(((name, verb.summary) for name, verb in VERBS.items()), _NAME_WIDTH),
         "",

@@ -17,32 +17,7 @@ from typing import Any, Literal, get_origin
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.validate import fields_by_name, nearest, no_text
-
-# Names in other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) that are not similar to our names.
-ELSEWHERE = {
-    **dict.fromkeys(("--learning-rate", "--max-lr"), "--lr"),
-    **dict.fromkeys(("--batch-size", "--per-device-train-batch-size", "--device-batch-size"), "--micro-batch-size"),
-    **dict.fromkeys(("--gradient-accumulation-steps", "--accumulate-grad-batches"), "--grad-accum-steps"),
-    **dict.fromkeys(("--block-size", "--max-seq-length", "--context-length"), "--seq-len"),
-    **dict.fromkeys(("--max-iters", "--steps", "--num-steps", "--num-iterations"), "--max-steps"),
-    **dict.fromkeys(("--output-dir", "--out-dir", "--save-dir"), "--out"),
-    **dict.fromkeys(("--save-steps", "--save-interval"), "--checkpoint-interval"),
-    **dict.fromkeys(("--nproc-per-node", "--num-gpus", "--devices", "--num-processes"), "--nproc"),
-    **dict.fromkeys(("--max-grad-norm", "--gradient-clip-val", "--clip-grad"), "--grad-clip"),
-    **dict.fromkeys(("--eval-steps", "--val-check-interval"), "--eval-interval"),
-    **dict.fromkeys(("--precision", "--bf16", "--fp16"), "--dtype"),
-    **dict.fromkeys(("--gradient-checkpointing", "--ac-mode"), "--model.activation-checkpointing"),
-    **dict.fromkeys(("--model.tiles", "--mlp-tiles", "--tiled-mlp"), "--tiles"),
-    "--warmup-iters": "--warmup-steps",
-    **dict.fromkeys(("--trust-remote-code", "--trust-code"), "--model.trust-remote-code"),
-    **dict.fromkeys(("--packing", "--packed", "--sample-packing", "--dataset.packed"), "--data.packing"),
-    **dict.fromkeys(("--load-weights", "--pretrained", "--init-weights"), "--init-from"),
-    **dict.fromkeys(("--lora-rank", "--lora-r", "--lora.r"), "--lora.rank"),
-    **dict.fromkeys(("--lora-alpha", "--lora.lora-alpha"), "--lora.alpha"),
-    **dict.fromkeys(("--lora-dropout", "--lora.lora-dropout"), "--lora.dropout"),
-    **dict.fromkeys(("--lora-target-modules", "--lora.target-modules", "--target-modules"), "--lora.targets"),
-}
+from zeroshard.train.config.validate import ELSEWHERE, fields_by_name, nearest, no_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +76,7 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
         name = name.replace("_", "-")
         flag = flags.get(name)
         if flag is None:
-            known = ELSEWHERE.get(name, "")
+            known = f"--{ELSEWHERE.get(name[2:].replace('-', '_'), '')}".replace("_", "-")
             todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
             raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":

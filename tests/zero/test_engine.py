@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -227,3 +230,24 @@ def test_a_copy_would_drive_the_same_engine_and_is_refused():
     assert torch.equal(copy.deepcopy(model)(rows(0)), model(rows(0)))
     assert "_ddp_params_and_buffers_to_ignore" not in vars(model)
     assert model.apply(lambda module: None).double().first.weight.dtype == torch.float64
+
+
+def test_its_repr_says_what_it_is():
+    said = run_threads(lambda comm: repr(Zero(nn.Sequential(linear(), linear()), 2, units="auto", comm=comm)), 2)
+    size = 2 * sum(param.numel() for param in linear().parameters())
+    assert said == [f"Zero(stage 2, rank {rank} of 2, 2 units, {size:,} parameters)" for rank in range(2)]
+
+
+@pytest.mark.skipif(find_spec("ty") is None, reason="ty, which reads types, is not installed")
+def test_an_optimizer_has_the_type_of_its_class(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+from typing import assert_type
+import torch
+from zeroshard import Zero
+zero = Zero(torch.nn.Linear(1, 1))
+assert_type(zero.optimizer(torch.optim.AdamW, lr=1.0), torch.optim.AdamW)
+""")
+    words = [sys.executable, "-m", "ty", "check", "--python", sys.prefix, str(program)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import FunctionType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def call_of_every_rank(comm: Any, what: str) -> None:
@@ -30,14 +29,14 @@ def call_of_every_rank(comm: Any, what: str) -> None:
         comm = getattr(comm, "inner", None)
 
 
-def by_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+def by_every_rank(method: Method) -> Method:
     """Note each call of a method that all ranks of its object's ``comm`` must call."""
     assert isinstance(method, FunctionType)
     name = method.__name__
 
     @wraps(method)
-    def noted(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         call_of_every_rank(self.comm, f"{type(self).__name__}.{name}")
         return method(self, *args, **kwargs)
 
-    return noted
+    return cast(Method, noted)

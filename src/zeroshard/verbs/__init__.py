@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
@@ -15,6 +15,7 @@ from zeroshard.train.config.command_settings import (
     PrepareConfig,
 )
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.verbs.base import Verb, read_file, say
 from zeroshard.verbs.help import PLAN, TRAIN
 from zeroshard.verbs.laboratory import SWEEP, bench, plan, report, sweep
@@ -40,6 +41,17 @@ def look_around(config: None, words: Sequence[str]) -> int:
     if words:
         raise UserError(words[0], "`zeroshard doctor` takes nothing", "leave it out")
     print(doctor.report())
+    return ExitStatus.OK
+
+
+def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
+    """Run `zeroshard completion`: prints a shell's completion script."""
+    from zeroshard.verbs import completion
+
+    if len(words) != 1:
+        what = f"{len(words)} are given where 1 is wanted" if words else "is missing"
+        raise UserError("shell", what, "write `zeroshard completion bash`, zsh or fish")
+    print(completion.script(words[0], verbs, SHORTHANDS))
     return ExitStatus.OK
 
 
@@ -91,6 +103,12 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb(
         "Say what is installed, what is found, and what would be used; for bug reports.",
         look_around,
+    ),
+    "completion": Verb(
+        "Print a script that lets a shell complete this command.",
+        lambda config, words: complete(VERBS, words),
+        usage="bash | zsh | fish",
+        words=("bash", "zsh", "fish"),
     ),
     "submit": Verb(
         "Queue a training run on a SLURM cluster, and again whenever it is pre-empted: submit [FLAGS] train [FLAGS].",

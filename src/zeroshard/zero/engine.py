@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.offload.settings import Offload
 
 Accumulate = Literal["local", "sharded"]
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 class Zero(Engine):
@@ -168,17 +169,23 @@ class Zero(Engine):
             self.local_steps.begin_alike()
         self._handles.append(guards.install(self))
 
+    def __repr__(self) -> str:
+        groups = self._runtime.groups()
+        size, where = sum(param.numel() for group in groups for param in group.params.params), self.comm
+        ranks = f"rank {where.rank} of {where.world_size}"
+        return f"Zero({self.strategy.name}, {ranks}, {len(self._runtime.units)} units, {size:,} parameters)"
+
     # -- the training step ------------------------------------------------------------------------------------
 
     @by_every_rank
     def optimizer(
         self,
-        optimizer_cls: type[Optimizer],
+        optimizer_cls: type[OptimizerT],
         params: Iterable[Any] | None = None,
         *,
         state_format: str = "fp32",
         **kwargs: Any,
-    ) -> Optimizer:
+    ) -> OptimizerT:
         """Make an ``optimizer_cls`` that updates this rank's pieces of the parameters.
 
         It is a real `torch.optim.Optimizer` of exactly that class, whose ``param_groups`` hold the model's parameters:
@@ -205,7 +212,9 @@ class Zero(Engine):
             RuntimeError: the layout must change, but gradients wait, or another optimizer has state in the old layout.
         """
         chosen = self.model.parameters() if params is None else params
-        return self._optimizers.optimizer(optimizer_cls, chosen, kwargs, state_format)
+        made = self._optimizers.optimizer(optimizer_cls, chosen, kwargs, state_format)
+        assert isinstance(made, optimizer_cls)
+        return made
 
     @contextmanager
     def no_sync(self) -> Generator[None]:

@@ -16,6 +16,31 @@ from zeroshard.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+# Settings of other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) whose names are not similar to ours.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size", "device_batch_size"), "micro_batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "grad_accum_steps"),
+    **dict.fromkeys(("block_size", "max_seq_length", "context_length"), "seq_len"),
+    **dict.fromkeys(("max_iters", "steps", "num_steps", "num_iterations"), "max_steps"),
+    **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "out"),
+    **dict.fromkeys(("save_steps", "save_interval"), "checkpoint_interval"),
+    **dict.fromkeys(("nproc_per_node", "num_gpus", "devices", "num_processes"), "nproc"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_grad"), "grad_clip"),
+    **dict.fromkeys(("eval_steps", "val_check_interval"), "eval_interval"),
+    **dict.fromkeys(("precision", "bf16", "fp16"), "dtype"),
+    **dict.fromkeys(("gradient_checkpointing", "ac_mode"), "model.activation_checkpointing"),
+    **dict.fromkeys(("model.tiles", "mlp_tiles", "tiled_mlp"), "tiles"),
+    "warmup_iters": "warmup_steps",
+    **dict.fromkeys(("trust_remote_code", "trust_code"), "model.trust_remote_code"),
+    **dict.fromkeys(("packing", "packed", "sample_packing", "dataset.packed"), "data.packing"),
+    **dict.fromkeys(("load_weights", "pretrained", "init_weights"), "init_from"),
+    **dict.fromkeys(("lora_rank", "lora_r", "lora.r"), "lora.rank"),
+    **dict.fromkeys(("lora_alpha", "lora.lora_alpha"), "lora.alpha"),
+    **dict.fromkeys(("lora_dropout", "lora.lora_dropout"), "lora.dropout"),
+    **dict.fromkeys(("lora_target_modules", "lora.target_modules", "target_modules"), "lora.targets"),
+}
+
 
 def validate(kind: type[ConfigT], raw: Mapping[str, Any]) -> ConfigT:
     """Return ``raw`` as a checked configuration; numbers and booleans may be strings, as flags pass them.
@@ -115,7 +140,11 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
     field = ".".join(part for part in first["loc"] if isinstance(part, str))  # drops indices into lists
     if first["type"] == "extra_forbidden":
         names = fields_by_name(kind)
-        return UserError(field, "there is no such key", nearest(field, names, "remove it"))
+        if isinstance(value, Mapping):  # a table of others: its key says more
+            field = next((name for name in by_dotted_name({field: value}) if name in ELSEWHERE), field)
+        known = ELSEWHERE.get(field, "")
+        todo = f"here it is {known}" if known in names else nearest(field, names, "remove it")
+        return UserError(field, "there is no such key", todo)
     if first["type"] == "literal_error":
         choices = limits["expected"].replace("'", "").replace(" or ", ", ")
         return UserError(field, f"{shown(value)} is not a choice", f"choose one of {choices}")
