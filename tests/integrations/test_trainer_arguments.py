@@ -18,7 +18,9 @@ pytestmark = [
 
 SCRIPT = Path(__file__).with_name("trainer_arguments.py")
 ALWAYS = ["modules_to_save", "modules_to_save_best", "prompt_tuning_best"]
+ALWAYS += ["uneven_rows", "uneven_rows_of_means_with_a_number", "uneven_rows_generated"]
 ON_REQUEST = ["lora_resumed", "only_model_resumed"]
+ON_REQUEST += ["uneven_rows_of_means", "uneven_rows_by_length", "uneven_rows_dropped"]
 
 
 @pytest.fixture(scope="module")

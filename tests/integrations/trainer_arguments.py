@@ -139,7 +139,7 @@ def only_model_resumed(out, stage):
 
 
 class Means(torch.nn.Module):
-    """A classifier whose loss is the mean over its rows, and takes no number of labels."""
+    """A classifier whose loss is the mean over its rows."""
 
     def __init__(self):
         super().__init__()
@@ -149,6 +149,13 @@ class Means(torch.nn.Module):
     def forward(self, input_ids, labels):
         logits = self.head(self.embed(input_ids).mean(dim=1))
         return {"loss": torch.nn.functional.cross_entropy(logits, labels[:, 0]), "logits": logits}
+
+
+class TakingMeans(Means):
+    """One that takes the number of labels as well, and does not divide by it, as those of transformers."""
+
+    def forward(self, input_ids, labels, **kwargs):
+        return super().forward(input_ids, labels)
 
 
 def _uneven(model, out, stage, rows_of_evaluations=(1, 2, 3, 5, 7), **settings):
@@ -179,6 +186,29 @@ def uneven_rows(out, stage):
 
 def uneven_rows_of_means(out, stage):
     return _uneven(Means(), out, stage)
+
+
+def uneven_rows_of_means_with_a_number(out, stage):
+    return _uneven(TakingMeans(), out, stage)
+
+
+def uneven_rows_generated(out, stage):
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from zeroshard.integrations.plugin import ZeroPlugin
+    from zeroshard.integrations.transformers import ZeroTrainerMixin
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes))
+    settings = {"use_cpu": True, "report_to": [], "predict_with_generate": True, "generation_max_length": 4}
+    args = Seq2SeqTrainingArguments(str(out), per_device_eval_batch_size=4 if stage is None else 2, **settings)
+    if stage is None:
+        found = Seq2SeqTrainer(model, args)
+    else:
+        ours = type("Ours", (ZeroTrainerMixin, Seq2SeqTrainer), {})
+        found = ours(model, args, zero_plugin=ZeroPlugin(stage=stage))
+    return torch.from_numpy(found.predict(rows(5)).predictions)
 
 
 def uneven_rows_by_length(out, stage):
@@ -223,7 +253,8 @@ def main(out, names):
     torch.save({"plain": one[0], 1: first, 3: third}, out / "results.pt")
 
 
-UNEVEN = [uneven_rows, uneven_rows_by_length, uneven_rows_of_means, uneven_rows_dropped]
+UNEVEN = [uneven_rows, uneven_rows_of_means_with_a_number, uneven_rows_generated]
+UNEVEN += [uneven_rows_of_means, uneven_rows_by_length, uneven_rows_dropped]
 RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed, *UNEVEN]
 
 if __name__ == "__main__":
