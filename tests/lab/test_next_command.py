@@ -25,12 +25,20 @@ def _command(words):
 def test_the_command_trains_what_was_planned():
     words = f"{SMALL} --gpus 16 --shard-size 8 --global-batch 64 --reduce-dtype bfloat16 --impl compile --lora 8"
     command = _command(f"{words} --lora.targets q_proj v_proj --no-reshard-after-forward --tokens 1M")
-    assert command.startswith("zeroshard train --model llama-tiny --lora 8 --lora.targets q_proj v_proj ")
+    assert command.startswith(
+        "zeroshard train --model llama-tiny --lora 8 --lora.targets q_proj v_proj --init-from RUN "
+    )
     run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig, SHORTHANDS)))
     assert (run.model.name, run.lora.rank, run.strategy, run.nproc, run.nnodes) == ("llama-tiny", 8, "zero2", 8, "2")
     assert (run.shard_size, run.micro_batch_size, run.grad_accum_steps, run.dtype) == (8, 2, 2, "bfloat16")
     assert (run.seq_len, run.reduce_dtype, run.compile) == (128, "bfloat16", True)
     assert run.max_steps == -(-(10**6) // (64 * 128))
+
+
+def test_adapters_are_of_weights_that_a_run_or_a_folder_has():
+    lines = _plan(f"{SMALL} --gpus 2 --lora 8").splitlines()
+    begun = "RUN is one whose weights the adapters change, or give --model hf:FOLDER"
+    assert lines[-2] == f"Start it, with --data and --out of yours; {begun}:"
 
 
 def test_the_command_is_said_under_the_plan():

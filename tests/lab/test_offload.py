@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from zeroshard.lab.predict.offload import (
     host_rates,
     least_away,
     read_again_s,
+    share_of,
 )
 from zeroshard.profiling.devices import Device
 from zeroshard.train.config.validate import validate
@@ -239,6 +241,16 @@ def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():
 @pytest.mark.parametrize(("fewest", "found"), [(0, 3), (3, 3), (4, 4), (7, 7), (8, 8), (99, 8)])
 def test_no_more_leaves_than_must(fewest, found):
     assert least_away(3, 8, lambda num_away: num_away >= fewest) == found
+
+
+@pytest.mark.parametrize("sizes", [[7, 1, 3], [10**9, *[1] * 7], [123_456_789] * 33])
+def test_a_share_is_a_short_number_that_takes_those_units_and_no_other(sizes):
+    buffers = [SimpleNamespace(unit=place, layout=SimpleNamespace(numel=size)) for place, size in enumerate(sizes)]
+    for number in range(len(sizes) + 1):
+        share = share_of(buffers, number)
+        away = next(n for n in range(len(sizes) + 1) if sum(sizes[len(sizes) - n :]) >= share * sum(sizes))
+        assert away == number
+        assert len(str(share)) <= 4 or max(sizes) == 10**9
 
 
 def test_rates_of_a_disk_are_in_the_time_of_a_plan_and_choose_what_leaves(tmp_path):

@@ -175,6 +175,17 @@ def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
         torch.testing.assert_close(opened.eval()(TOKENS).logits, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("changed", [{"lora": {"rank": 2}}, {}])
+def test_adapters_of_weights_that_nobody_trained_are_warned_of(tiny_config, capsys, changed):
+    run = build_run(
+        tiny_config(model={"name": "llama-tiny", **OURS["llama-tiny"]}, **changed), LocalCommunicator(), CPU
+    )
+    run.close()
+    warned = [line for line in capsys.readouterr().err.splitlines() if "stay random" in line]
+    assert len(warned) == len(changed)
+    assert all(line.startswith("warning: lora.rank = 2 trains adapters alone") for line in warned)
+
+
 def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_config, tmp_path):  # noqa: F811
     text = {"source": "text", "path": (str(tmp_path / "text.txt"),), "dir": str(tmp_path / "tokens")}
     common = {"data": text, "seq_len": 12, "max_steps": 4, "strategy": "zero3", "plan": {"enforce": True}}

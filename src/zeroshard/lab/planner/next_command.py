@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from zeroshard.errors import UserError
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan_rows import Plan, Row
+from zeroshard.models.hugging_face.folder import PREFIX, is_hugging_face
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import nested, validate
@@ -55,7 +56,13 @@ def suggestion(config: PlanConfig, plan: Plan) -> list[str]:
         return []
     num_nodes = _num_nodes(plan)
     where = f" on each of {num_nodes:,} nodes, HOST one of them" if num_nodes > 1 else ""
-    return ["", f"Start it{where}, with --data and --out of yours:", f"  {command}"]
+    begun = f"; RUN is one whose weights the adapters change, or give --model {PREFIX}FOLDER" if _draws(config) else ""
+    return ["", f"Start it{where}, with --data and --out of yours{begun}:", f"  {command}"]
+
+
+def _draws(config: PlanConfig) -> bool:
+    """Whether adapters would change weights that nobody has trained."""
+    return config.lora.rank > 0 and not is_hugging_face(config.model.name)
 
 
 def _num_nodes(plan: Plan) -> int:
@@ -69,6 +76,8 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
                 yield name, value
     if config.offload.on and config.offload.share == "auto" and row.offloaded.fraction < 1:
         yield "offload.fraction", row.offloaded.fraction
+    if _draws(config):
+        yield "init_from", "RUN"
     num_nodes = _num_nodes(plan)
     if not row.any_stage:
         yield "strategy", f"zero{row.stage}"

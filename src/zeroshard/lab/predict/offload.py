@@ -325,14 +325,18 @@ def _shard_bytes(buffer: Buffer, settings: Settings) -> int:
 
 
 def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
-    """The ``fraction`` of `Offload` with which the last ``num_units`` units leave, and no other."""
+    """The shortest decimal ``fraction`` of `Offload` with which the last ``num_units`` units leave, and no other."""
     numels: dict[str, int] = {}
     for buffer in buffers:
         numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
     sizes = list(numels.values())
     if num_units >= len(sizes):
         return 1.0
-    return math.floor(sum(sizes[len(sizes) - num_units :]) / sum(sizes) * 1e9) / 1e9
+    fewer, share = (
+        sum(sizes[len(sizes) - number :]) / sum(sizes) if number > 0 else 0 for number in (num_units - 1, num_units)
+    )
+    shorter = (math.floor(share * 10**digits) / 10**digits for digits in range(1, 17))
+    return next((each for each in shorter if each > fewer), 0.0)
 
 
 def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings) -> int:

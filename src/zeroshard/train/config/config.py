@@ -275,12 +275,15 @@ class TrainConfig(Config):
                 rules.check_shard_size(self.shard_size, world)
         return self
 
+    @property
+    def from_weights(self) -> bool:
+        """Whether training starts from weights of files, and not from drawn ones."""
+        return bool(self.init_from) or (is_hugging_face(self.model.name) and not self.model.from_config)
+
     @model_validator(mode="after")
     def _rates(self) -> Self:
         """Set ``lr`` and ``min_lr`` if the user did not: ``lr`` is lower if the run starts from trained weights."""
-        of_files = is_hugging_face(self.model.name) and not self.model.from_config
-        trained_before = of_files or bool(self.init_from)
-        if trained_before and "lr" not in self.model_fields_set:
+        if self.from_weights and "lr" not in self.model_fields_set:
             object.__setattr__(self, "lr", LORA_RATE if self.lora.rank else FINE_TUNING["lr"])
         if "min_lr" not in self.model_fields_set:
             object.__setattr__(self, "min_lr", self.lr / 10)

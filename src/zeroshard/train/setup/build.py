@@ -128,6 +128,16 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device, pre
     return run
 
 
+def _adapters_of_drawn_weights(config: TrainConfig) -> str:
+    """Return a warning if adapters are trained, and the weights that they change stay as they were drawn; else ""."""
+    if not config.lora.rank or config.from_weights:
+        return ""
+    return (
+        f"warning: lora.rank = {config.lora.rank} trains adapters alone, and the weights of {config.model.name} stay "
+        "random; give trained ones with --model hf:FOLDER or --init-from RUN"
+    )
+
+
 def _build_in(
     folder: Path,
     config: TrainConfig,
@@ -145,7 +155,8 @@ def _build_in(
     eos_id = separating_id(config, corpus.eos_id)
     draw = resume_from is None and not config.init_from
     unaligned = steps_after_last_outer_step(config.local_steps, config.max_steps)
-    for warning in (unaligned, early_momentum(config.local_steps) if draw else ""):
+    new = (early_momentum(config.local_steps), _adapters_of_drawn_weights(config)) if draw else ()
+    for warning in (unaligned, *new):
         if warning and comm.rank == 0:
             print(warning, file=sys.stderr, flush=True)
     if config.strategy == "auto":
