@@ -33,6 +33,7 @@ ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
 DATA = ["--data", "synthetic"]
 SLOW_TO_IMPORT = {"torch", "numpy", "triton", "datasets", "transformers", "matplotlib", "plotly", "pandas", "scipy"}
+NOTHING_THERE = [["generate", "nowhere"], ["export", "nowhere", "out"], ["report", "nowhere"]]
 PATIENCE_S = 600.0  # where others hold the processors; a run that hangs is ended by the time limit of the test
 
 
@@ -137,7 +138,10 @@ checkpoint show --all | --all: `zeroshard checkpoint show` takes no flags; leave
 checkpoint show /nowhere | /nowhere: there is no such folder; give a run folder or a checkpoint
 report --to trackiO | to: 'trackiO' is not a tracker; did you mean trackio?
 report --to trackio --out x | out: runs that are sent are not written; leave out one of --out and --to
-report nowhere --to tensorboard | runs: nowhere is not a folder; give the folder of a run or of a sweep
+export nowhere out | source: there is no folder nowhere; give a run folder or a checkpoint
+import nowhere out | source: there is no folder nowhere; give a model's folder, or nanoGPT's ckpt.pt
+report nowhere | runs: there is no folder nowhere; give the folder of a run or of a sweep
+report nowhere --to tensorboard | runs: there is no folder nowhere; give the folder of a run or of a sweep
 import-config | import-config: it takes the word deepspeed and one file; write import-config deepspeed FILE.json
 import-config nanogpt c.py | import-config: it takes the word deepspeed and one file; write import-config deepspeed
 import-config deepspeed nowhere.json | nowhere.json: cannot be read (No such file or directory); give DeepSpeed's JSON
@@ -210,7 +214,9 @@ def test_help_may_come_after_other_words(words, word, capsys):
     assert capsys.readouterr().out.startswith(f"usage: zeroshard {words[0]}")
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["train", "--sed", "1"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["train", "--help", "all"], ["train", "--sed", "1"], *NOTHING_THERE]
+)
 def test_help_and_a_typing_mistake_import_nothing_that_takes_seconds(argv):
     code = f"import sys; from zeroshard.cli import main; main({argv}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from zeroshard import columns, process
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.train.config.config import TrainConfig, merge
@@ -21,7 +21,7 @@ from zeroshard.train.config.toml import read_toml
 from zeroshard.train.config.validate import nearest, validate
 from zeroshard.verbs.base import Verb
 from zeroshard.verbs.help import default_in_words, help_of, named, usage, values_in_words, wrapped
-from zeroshard.verbs.training import written
+from zeroshard.verbs.training import require_there, written
 
 SWEEP = "Train once for each combination of settings, and compare."
 
@@ -98,6 +98,8 @@ def sweep(config: None, words: Sequence[str]) -> int:
     asked = validate(SweepConfig, merge(raw, given))
     if path:
         require_asked_cases(asked, given, path)
+    if not asked.axes:
+        warn("axes: none is given, so there is one case to compare; write --axes.SETTING VALUE ...")
     return written(asked.out, lambda: run_sweep(asked))
 
 
@@ -121,6 +123,8 @@ def report(config: None, words: Sequence[str]) -> int:
     flags = [word for word in folders if word.startswith("--")]
     if flags:
         raise UserError(flags[0], "there is no such flag", nearest(flags[0], ["--out", "--to"], "see --help"))
+    for folder in folders:
+        require_there("runs", folder, "give the folder of a run or of a sweep")
     if to:
         if out:
             raise UserError("out", "runs that are sent are not written", "leave out one of --out and --to")

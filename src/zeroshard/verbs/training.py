@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -33,6 +34,7 @@ NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.start", "torch._dynamo")
 _ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
+RUN = "give a run folder, as runs/NAME"
 LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from a process that has imported torch
 
 
@@ -137,6 +139,7 @@ def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
 
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard generate`: prints text as it is drawn."""
+    require_there("run", config.run, RUN)
     from zeroshard.inference.generate import run_generate
 
     return run_generate(config)
@@ -154,6 +157,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
         if ending.line:
             say(ending.line)
         return ending.status
+    require_there("run", config.run, RUN)
     with rank_exit.ended_with_launcher():
         from zeroshard.inference.evaluation import run_eval
 
@@ -162,6 +166,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
 
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard export`: writes a Hugging Face folder from a run."""
+    require_there("source", config.source, "give a run folder or a checkpoint")
     from zeroshard.interop.hf_export import run_export
 
     return written(config.out, lambda: run_export(config))
@@ -169,9 +174,16 @@ def export(config: ExportConfig, argv: Sequence[str]) -> int:
 
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard import`: makes a run from a Hugging Face or nanoGPT model."""
+    require_there("source", config.source, "give a model's folder, or nanoGPT's ckpt.pt")
     from zeroshard.interop.hf_import import run_import
 
     return written(config.out, lambda: run_import(config))
+
+
+def require_there(field: str, path: str, todo: str) -> None:
+    """Raise UserError, without seconds of imports, where a command has nothing to read."""
+    if not path.startswith("hf:") and not Path(path).exists():
+        raise UserError(field, f"there is no folder {path}", todo)
 
 
 def written(out: str, write: Callable[[], int]) -> int:

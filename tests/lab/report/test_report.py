@@ -258,7 +258,7 @@ def test_without_the_extra_there_is_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["nowhere"], "runs: nowhere is not a folder; give the folder of a run or of a sweep"),
+        (["nowhere"], "runs: there is no folder nowhere; give the folder of a run or of a sweep"),
         (["."], "runs: there is no run in .; give the folder of a run"),
         ([], "runs: none is given; write zeroshard report RUN..., or the folder of a sweep"),
         (["--ouT", "x"], "--ouT: there is no such flag; did you mean --out?"),
