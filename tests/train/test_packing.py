@@ -13,7 +13,9 @@ from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
 from zeroshard.errors import UserError
 from zeroshard.models import build_model
+from zeroshard.models.attention import attend
 from zeroshard.models.hugging_face import model as hugging_face
+from zeroshard.train.setup.packing_check import require_apart
 
 SEQ_LEN, VOCAB_SIZE = 48, 260
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCAB_SIZE, "seq_len": SEQ_LEN}
@@ -107,3 +109,37 @@ def test_a_model_that_takes_no_positions_is_refused(packed_config, tmp_path):
     with pytest.raises(UserError, match=r"data\.packing: .* does not take positions for documents"):
         built(packed_config(f"hf:{folder}", {"tokenizer": "bytes"}))
     assert hugging_face.HuggingFaceModel.takes_positions
+
+
+def test_flash_attention_of_transformers_is_given_examples_in_one_row(tmp_path, monkeypatch):
+    """It takes rows of a batch for one example each; so they follow each other in one row, and no mask is made."""
+    modelling = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    model = made("llama", tmp_path)
+    tokens_BT = torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions_BT = torch.tensor([[*range(5), *range(7)], [*range(3), *range(8), 0]])
+    lengths = []
+
+    def varlen(q, k, v, *, cu_seqlens_q, **options):
+        lengths.append(tuple(cu_seqlens_q.diff().tolist()))
+        parts = zip(*(each.transpose(0, 1)[None].split(lengths[-1], dim=2) for each in (q, k, v)), strict=True)
+        return torch.cat([attend(*part) for part in parts], dim=2)[0].transpose(0, 1)
+
+    def computed():
+        model.zero_grad()
+        loss = model(tokens_BT, tokens_BT.roll(-1, 1), positions_BT=positions_BT)
+        loss.backward()
+        return [loss, model(tokens_BT, positions_BT=positions_BT), *(param.grad for param in model.parameters())]
+
+    by_mask = computed()
+    model.hf.config._attn_implementation_internal = "flash_attention_2"
+    functions = (None, varlen, None, None, None), (lambda **options: {}, None)
+    monkeypatch.setattr(modelling, "lazy_import_flash_attention", lambda *args, **named: functions)
+    torch.testing.assert_close(computed(), by_mask)
+    assert set(lengths) == {(5, 7, 3, 8, 1)}
+
+
+def test_a_model_whose_loss_is_nan_is_not_taken_for_one_that_keeps_examples_apart():
+    model = build_model("llama-tiny", vocab_size=61)
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    with pytest.raises(UserError, match=r"data\.packing: attention crosses examples of a row \(.* by nan\)"):
+        require_apart(model, "data.packing", 61, 1, 8, torch.device("cpu"))

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
+from zeroshard.models.attention import takes_blocks
 from zeroshard.models.base import LanguageModel, Part, fill_constant_, fill_normal_, materialize, shapes_only
 from zeroshard.models.cache import KVCache
 from zeroshard.models.config import ModelConfig, check_divides, check_most, check_tiles, check_types
-from zeroshard.models.document_masks import mask_of, positions_and_mask
+from zeroshard.models.document_masks import Mask, mask_of, positions
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
 from zeroshard.models.sequence_parallel import SequenceParallel
@@ -136,22 +137,28 @@ class Decoder(LanguageModel, Generic[C]):
         num_seen = 0 if cache is None else cache.num_tokens
         if sequence is not None:
             num_seen = sequence.first(tokens_BT.shape[1])
-        masks: tuple[Tensor, ...] = ()  # of whole sequences
+        begins_BT: Tensor | None = None  # documents of whole sequences
         if positions_BT is not None:
-            masks = (mask_of(positions_BT if sequence is None else sequence.gather(positions_BT)),)
+            begins_BT = (positions_BT if sequence is None else sequence.gather(positions_BT)) == 0
         elif self.eos_id is not None and cache is None:
             whole_BT = tokens_BT if sequence is None else sequence.gather(tokens_BT)
-            positions_BT, mask = positions_and_mask(whole_BT, self.eos_id)
-            masks = (mask,)
+            begins_BT, positions_BT = whole_BT == self.eos_id, positions(whole_BT, self.eos_id)
             if sequence is not None:
                 (positions_BT,) = sequence.cut(positions_BT)
         x, *beside = self.embed(tokens_BT, num_seen, positions_BT)
+        masks = () if begins_BT is None else (self._mask(begins_BT, x),)
         for layer, block in enumerate(self.blocks):
             x = block(x, *beside, *masks) if cache is None else block(x, *beside, None, cache.layers[layer])
         x = self.final_norm(x)
         if targets_BT is None:
             return self.lm_head(x)  # [B, T, V]
         return head_loss(self.lm_head, x, targets_BT, self.kernels, sequence, **self.loss_options)
+
+    def _mask(self, begins_BT: Tensor, x: Tensor) -> Mask:
+        config = self._config
+        dropout = config.dropout if self.training else 0.0
+        by_blocks = takes_blocks(x, begins_BT.shape[1], config.n_embd // config.n_head, dropout)
+        return mask_of(begins_BT, by_blocks=by_blocks)
 
     def attach_sequence(self, sequence: SequenceParallel) -> None:
         """Give each block's attention the ranks."""

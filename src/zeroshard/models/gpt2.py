@@ -25,6 +25,7 @@ from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache
 from zeroshard.models.decoder import Decoder, check_sizes
+from zeroshard.models.document_masks import Mask
 from zeroshard.models.head import Head
 from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
@@ -98,7 +99,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask | None = None, cache: LayerCache | None = None) -> Tensor:
         """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, H, D].
 
         What the heads found is projected back, by ``c_proj``, in the block's `Block.after_attention`.
@@ -140,8 +141,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.tile = Tiler(config.tiles, middle=8 * config.n_embd, random=config.dropout > 0)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.document_masks.separate`."""
+    def forward(self, x: Tensor, mask: Mask | None = None, cache: LayerCache | None = None) -> Tensor:
+        """[B, T, C] -> [B, T, C]; ``mask`` from `zeroshard.models.document_masks.mask_of`."""
         y = self.attn(self.ln_1(x), mask, cache)
         return self.tile((self.attn.c_proj, self.ln_2, self.mlp), self.after_attention, y, x)
 

@@ -26,6 +26,7 @@ from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache
 from zeroshard.models.config import check_divides, check_most
 from zeroshard.models.decoder import Decoder, check_sizes
+from zeroshard.models.document_masks import Mask
 from zeroshard.models.head import Head
 from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
@@ -142,7 +143,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """Attend from each position to itself and earlier ones, or as ``mask`` allows: [B, T, C] -> [B, T, H, D].
 
@@ -187,11 +188,12 @@ class Block(nn.Module):
         self.tile = Tiler(config.tiles, middle=3 * config.ffn_width)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         """[B, T, C] -> [B, T, C].
 
-        ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from `positions_and_mask`.
+        ``cos`` and ``sin`` [T, D / 2] are from :func:`rope_tables`, ``mask`` from
+        `zeroshard.models.document_masks.mask_of`.
         """
         y = self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
         return self.tile((self.self_attn.o_proj, self.post_attention_layernorm, self.mlp), self.after_attention, y, x)

@@ -180,7 +180,7 @@ def _is_recomputed(forward: Callable[..., Any]) -> TypeGuard[partial[Any]]:
 def _is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether to keep the output of an operation; see [Note: Attention that draws]."""
     if op not in _DROPOUT_AT:
-        return op in EXPENSIVE
+        return op in EXPENSIVE or op.name() == "flex_attention"
     place = _DROPOUT_AT[op]
     return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 

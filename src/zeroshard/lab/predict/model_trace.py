@@ -41,6 +41,7 @@ from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
 from zeroshard.models import LanguageModel, SequenceParallel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
+from zeroshard.models.attention import as_on_gpu
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.torch_internals import in_backward
@@ -300,7 +301,7 @@ def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
     if device_type == "cpu":
         yield
         return
-    with all_logits() if device_type == "eager" else traced(log.launched):
+    with all_logits() if device_type == "eager" else traced(log.launched), as_on_gpu():
         yield
 
 

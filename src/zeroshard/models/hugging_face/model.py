@@ -151,7 +151,11 @@ class HuggingFaceModel(LanguageModel):
             positions_BT = positions(tokens_BT if sequence is None else sequence.gather(tokens_BT), self.eos_id)
             if sequence is not None:
                 (positions_BT,) = sequence.cut(positions_BT)
+        rows = tokens_BT.shape
         apart = positions_BT is not None
+        if apart and "flash" in hf.config._attn_implementation:  # it finds documents in one row alone
+            given["input_ids"], positions_BT = tokens_BT.view(1, -1), positions_BT.view(1, -1)
+            targets_BT = None if targets_BT is None else targets_BT.view(1, -1)
         if apart:
             given["position_ids"] = positions_BT
         with _one_document(not apart), nullcontext() if sequence is None or cache is None else sequence.paused():
@@ -169,7 +173,7 @@ class HuggingFaceModel(LanguageModel):
         if isinstance(cache, HuggingFaceCache):
             cache.inner = output[_name_of_cache(type(hf))]
             cache.num_seen += tokens_BT.shape[1]
-        return output.logits
+        return output.logits.view(*rows, -1)
 
     def attach_sequence(self, sequence: SequenceParallel) -> None:
         """Share sequences through the attention interface of `transformers`."""

@@ -73,6 +73,6 @@ def require_apart(
         _, together = change()
     model.train(was_training)
     shares_products = device.type == "cuda" and any("experts" in name.split(".") for name, _ in model.named_modules())
-    if apart > max(_ROUNDING * abs(loss), together / _LEAST_CHANGE if shares_products else 0.0):
+    if not apart <= max(_ROUNDING * abs(loss), together / _LEAST_CHANGE if shares_products else 0.0):  # or it is NaN
         what = f"attention crosses examples of a row (the others change the loss of one by {apart:.2g})"
         raise UserError(setting, what, "leave it out, or take another model or model.attention")
