@@ -21,7 +21,7 @@ def test_repeated_keys_give_what_shared_ones_do(masked, monkeypatch):
     mask = torch.rand(2, 1, 6, 6).gt(0.5).logical_or(torch.eye(6, dtype=torch.bool)).tril() if masked else None
     found = []
     for traced in (False, True):
-        monkeypatch.setattr("zeroshard.models.attention.is_traced", lambda traced=traced: traced)
+        monkeypatch.setattr("zeroshard.models.attention._is_planned", lambda traced=traced: traced)
         y = attend(*tensors, mask)
         found.append([y, *torch.autograd.grad(y.square().sum(), tensors)])
     for one, other in zip(*found, strict=True):
