@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most never are.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# On a terminal pip shows how far it is.
+PIP := $(BIN)/python -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-pip-version-check --no-compile -c constraints.txt
 # Where to take torch from, if not from where all else comes; PyTorch has an index of builds for CPUs alone.
 TORCH_INDEX ?=
 # Stamps and not the folder itself: one is there only when its install was finished, and old when a requirement changed.
@@ -19,7 +20,7 @@ help:  ## Say what can be made.
 demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write, compare the stages' memory, and report.
 	rm -rf runs/demo
 	$(BIN)/zeroshard train --config configs/demo.toml
-	$(BIN)/python examples/stages_memory.py
+	$(BIN)/python examples/stages_memory.py --run runs/demo
 	$(BIN)/zeroshard report runs/demo
 	@echo
 	$(BIN)/zeroshard generate runs/demo --prompt "If the" --temperature 0.5 --top-p 0.9 --max-new-tokens 150
@@ -75,11 +76,13 @@ clean:  ## Remove the virtual environment and what tools leave; runs/ and data/ 
 # What `make demo` needs: the package, and what draws the report.
 $(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("zeroshard needs Python 3.11 or later: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@echo "Installing torch and what else zeroshard needs into $(VENV): 1 to 5 minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) torch)
 	$(PIP) -e ".[report]"
 	@touch $@
 
 $(STAMP): $(CORE)
+	@echo "Installing what tests and checks need into $(VENV): about a minute."
 	$(PIP) -e ".[dev]"
 	@touch $@

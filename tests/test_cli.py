@@ -309,8 +309,8 @@ def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
     for data, verb in ((["text", "--data.path", str(tmp_path / "text.txt")], "generate"), (["synthetic"], "report")):
         out = str(tmp_path / f"run of {verb}")
         assert main(["train", *words, "--data", *data, "--data.dir", str(tmp_path / verb), "--out", out]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last.startswith("status ok")
+        ended, last = capsys.readouterr().out.splitlines()[-2:]
+        assert ended.startswith("status ok")
         command = shlex.split(last.partition("next: zeroshard ")[2])
         assert command == [verb, out]
     assert main(["generate", str(tmp_path / "run of generate"), "--max-new-tokens", "2"]) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.train.records.console import GIB, ConsoleRecorder, facts_of
+from zeroshard.train.records.console import ERASE, GIB, ConsoleRecorder, facts_of
 from zeroshard.train.records.log_files import LogFiles, finite_or_null
 from zeroshard.train.records.records import StepRecord
 
@@ -148,7 +148,42 @@ def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_ev
     assert lines[7:] == [
         "step 25  val_loss 2.2500  ema_val_loss 2.5000",
         "step 25  checkpoint runs/x/checkpoints/step-25",
-        "status ok  loss 2  next: zeroshard report run",
+        "status ok  loss 2",
+        "next: zeroshard report run",
+    ]
+
+
+def test_on_a_terminal_each_step_replaces_a_line_that_gives_way_to_others(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
+    console = ConsoleRecorder(max_steps=100, log_interval=4, stream=stream)
+    for step in range(1, 5):
+        console.on_step(a_record(step=step, step_s=0.5))
+    facts = "loss 4.1234  grad_norm 0.98  lr 3.0e-04  12,345 tok/s"
+    live = [f"{ERASE}step {n} of 100  loss 4.1234  12,345 tok/s  eta 0:00:{49 if n == 2 else 48}" for n in (2, 3)]
+    assert stream.getvalue() == f"step 1  {facts}\n{''.join(live)}{ERASE}step 4  {facts}  eta 0:00:48\n"
+
+
+def test_in_a_pipe_no_ten_seconds_pass_without_a_line(monkeypatch):
+    clock, stream = iter((0.0, 0.0, 9.0, 10.5, 10.5, 19.0)), io.StringIO()
+    monkeypatch.setattr("zeroshard.train.records.console.time.monotonic", lambda: next(clock))
+    console = ConsoleRecorder(max_steps=100, log_interval=50, stream=stream)
+    console.on_eval(0, {"val_loss": 2.0})
+    for step in (2, 3, 4):
+        console.on_step(a_record(step=step))
+    assert [line.partition("  ")[0] for line in stream.getvalue().splitlines()] == ["step 0", "step 3"]
+
+
+def test_the_end_of_a_run_says_what_is_not_as_it_should_be():
+    stream = io.StringIO()
+    console = ConsoleRecorder(max_steps=100, stream=stream, next_command="zeroshard generate run")
+    ended = {"step": 16, "num_skipped": 0, "last_checkpoint_step": 16, "wall_s": 3723.4}
+    console.on_end({"status": "ok", **ended})
+    console.on_end({"status": "storage", **ended, "num_skipped": 3, "last_checkpoint_step": 2})
+    assert stream.getvalue().splitlines() == [
+        "status ok  step 16  time 1:02:03",
+        "next: zeroshard generate run",
+        "status storage  step 16  num_skipped 3  last_checkpoint_step 2  time 1:02:03",
     ]
 
 

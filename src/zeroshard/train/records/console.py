@@ -1,10 +1,15 @@
-"""Console output of a run: a description at the start, then a line every `log_interval` steps and for each event."""
+"""Console output of a run: a description at the start, then a line every `log_interval` steps and for each event.
+
+A line comes at least every `SILENCE_S` seconds, as steps end; on a terminal one that each step replaces stands below.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -17,10 +22,12 @@ from zeroshard.train.records.records import StepRecord, in_memory
 
 GIB = 2**30
 GAP = "  "  # between the values of a line
+SILENCE_S = 10.0
+ERASE = "\r\x1b[2K"  # the line that the cursor is in
 
 
 class ConsoleRecorder:
-    """The observer that prints lines, one every `log_interval` steps.
+    """The observer that prints lines, one every `log_interval` steps and at least every `SILENCE_S` seconds.
 
     If stdout cannot be written any more, as after ``| head``, it warns once on stderr, and the run continues.
 
@@ -37,6 +44,8 @@ class ConsoleRecorder:
         self._max_steps, self._log_interval, self._next_command = max_steps, log_interval, next_command
         self._stream, self._gone = stream or sys.stdout, False
         self._step_s: list[float] = []  # of the steps since the last line
+        self._live, self._shown = self._stream.isatty(), ""  # what a terminal shows now, below the lines
+        self._last_line = time.monotonic()
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Print the description of the run, each line with a label and a text."""
@@ -49,11 +58,15 @@ class ConsoleRecorder:
     def on_step(self, record: StepRecord) -> None:
         """Print a line at the first, the last and every `log_interval`-th step, with the time that is left."""
         self._step_s.append(record.step_s)
-        if record.step in (1, self._max_steps) or record.step % self._log_interval == 0:
-            left_s = round((self._max_steps - record.step) * fmean(self._step_s))
-            eta = f"eta {left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02}"
+        eta = f"eta {_clock((self._max_steps - record.step) * fmean(self._step_s))}"
+        silent = not self._live and time.monotonic() - self._last_line > SILENCE_S
+        if record.step in (1, self._max_steps) or record.step % self._log_interval == 0 or silent:
             self._print(f"step {record.step}", *facts_of(record), *([eta] if 1 < record.step < self._max_steps else []))
             self._step_s.clear()
+        elif self._live:
+            facts = f"step {record.step} of {self._max_steps}", f"loss {record.loss:.4f}", rate_of(record), eta
+            self._shown = GAP.join(facts)[: shutil.get_terminal_size().columns - 1]
+            self._write(f"{ERASE}{self._shown}")
 
     def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
         """Print the validation losses."""
@@ -65,20 +78,30 @@ class ConsoleRecorder:
             self._print(f"step {step}", f"checkpoint {path}")
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Print the summary in one line; tables are only in ``summary.json``."""
-        facts = [f"{name} {in_short(value)}" for name, value in summary.items() if not isinstance(value, Mapping)]
+        """Print how it ended, and in a line of its own what to do next; ``summary.json`` has tables and the rest."""
+        known = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        if known.get("last_checkpoint_step") == known.get("step"):
+            known.pop("last_checkpoint_step", None)
+        if not known.get("num_skipped"):
+            known.pop("num_skipped", None)
+        wall_s = known.pop("wall_s", None)
+        ended = [f"{name} {in_short(value)}" for name, value in known.items()]
+        self._print(*ended, *([f"time {_clock(wall_s)}"] if wall_s is not None else []))
         if self._next_command and summary.get("status") == "ok":
-            facts.append(f"next: {self._next_command}")
-        self._print(*facts)
+            self._print(f"next: {self._next_command}")
 
     def close(self) -> None:
         """Do nothing: each line is written at once."""
 
     def _print(self, *facts: str) -> None:
+        self._write(f"{ERASE if self._shown else ''}{GAP.join(facts)}\n")
+        self._shown, self._last_line = "", time.monotonic()
+
+    def _write(self, text: str) -> None:
         if self._gone:
             return
         try:
-            print(GAP.join(facts), file=self._stream, flush=True)
+            print(text, end="", file=self._stream, flush=True)
         except OSError as error:
             self._gone = True
             warn(f"the console cannot be written ({error.strerror}); the run continues, and its folder has the rest")
@@ -111,7 +134,7 @@ def facts_of(record: StepRecord) -> list[str]:
     communication, appear only if they are known.
     """
     facts = [f"loss {record.loss:.4f}", f"grad_norm {record.grad_norm:.2f}", f"lr {record.lr:.1e}"]
-    facts.append(f"{record.tokens_per_s:,.0f} tok/s")
+    facts.append(rate_of(record))
     facts += [f"{name} {share:.1%}" for name in ("mfu", "hfu") if (share := getattr(record, name)) is not None]
     if record.loss_scale is not None:
         facts.append(f"scale {record.loss_scale:g}")
@@ -122,6 +145,17 @@ def facts_of(record: StepRecord) -> list[str]:
     if record.exposed_s:
         facts.append(f"comm {sum(record.exposed_s.values()) / record.step_s:.0%}")
     return facts
+
+
+def rate_of(record: StepRecord) -> str:
+    """Describe how fast a step was: ``12,345 tok/s``."""
+    return f"{record.tokens_per_s:,.0f} tok/s"
+
+
+def _clock(seconds: float) -> str:
+    """Format a time as ``1:02:03``."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def bytes_in_words(num_bytes: int) -> str:
