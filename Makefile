@@ -9,10 +9,12 @@ PIP := $(BIN)/python -m pip install $(shell [ -t 2 ] || echo --quiet) --disable-
 TORCH_INDEX ?=
 # Stamps and not the folder itself: one is there only when its install was finished, and old when a requirement changed.
 STAMP := $(VENV)/.installed
+RECORD ?= /tmp/zeroshard-evidence
+EVIDENCE := OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support $(BIN)/python -m evidence
 CORE := $(VENV)/.core
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak gpu mutants lint types layers docs figures notebooks audit check clean
+.PHONY: help demo test soak gpu mutants evidence lint types layers docs figures notebooks audit check clean
 
 help:  ## Say what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +44,12 @@ gpu: $(STAMP)  ## Measure what only a GPU can say, in a quarter of an hour (ARGS
 # ONLY: names of mutants, or beginnings of names with a * after them. JOBS: how many run at once.
 mutants: $(STAMP)  ## Make mistakes in copies of the package, one by one; a test must see each (ONLY="norm* clip*" JOBS=2).
 	PYTHONPATH=tests:tests/support $(BIN)/python -m mutants --jobs $(or $(JOBS),1) $(if $(ONLY),--only $(foreach name,$(ONLY),'$(name)'))
+
+# ROOM: tests. RECORD: where what they run and see is kept, outside of the repository. NUM, SEED: of mistakes.
+evidence: $(STAMP)  ## Find which tests see what, and mark those as redundant that others make so (ROOM=tests/optim).
+	$(EVIDENCE) record $(RECORD) $(or $(ROOM),tests)
+	$(EVIDENCE) try $(RECORD) --num $(or $(NUM),1000) --seed $(or $(SEED),1)
+	$(EVIDENCE) choose $(RECORD) --write
 
 lint: $(STAMP)  ## Check style and format.
 	$(BIN)/ruff check .

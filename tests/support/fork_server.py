@@ -29,6 +29,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import observed
+
 PYTHON = sys.executable
 LENGTH = struct.Struct("!I")  # before each request
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "torch.utils.flop_counter", "numpy", "pytest"]
@@ -97,7 +99,8 @@ def _wait_for_program(client: socket.socket) -> int:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    _, status, used = os.wait4(pid, 0)
+    observed.program_ended(request["env"], request["args"], used)
     try:
         client.sendall(json.dumps({"status": status}).encode() + b"\n")
     except BrokenPipeError:
@@ -139,6 +142,7 @@ def _run(request: dict, fds: array.array[int], mask: object) -> int:
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=by_line)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    observed.begin()
     return run_main(lambda: _python(request["args"]))
 
 

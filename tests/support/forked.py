@@ -67,6 +67,7 @@ def start_server() -> None:
     folder = tempfile.mkdtemp(prefix="zeroshard-fork-")
     path = f"{folder}/socket"
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env.pop("COVERAGE_PROCESS_START", None)  # a program that is forked asks for it: `observed.begin`
     _server = server = subprocess.Popen(
         [sys.executable, SUPPORT / "fork_server.py", path], stdin=subprocess.PIPE, env=env
     )

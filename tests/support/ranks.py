@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 import forked
+import observed
 
 LEAVE = "leave"  # in the place of a task
 TIMEOUT_S = 300.0  # a rank that has not answered hangs: no machine is so busy
@@ -53,7 +54,8 @@ class GlooRanks:
         Raises:
             RankError: a rank raised, died, or did not answer in time. The ranks are gone then.
         """
-        task = pickle.dumps((fn.__code__.co_filename, fn.__qualname__, args))
+        test = os.environ.get(observed.TEST, "")
+        task = pickle.dumps((fn.__code__.co_filename, fn.__qualname__, args, test))
         for pipe in self._pipes:
             pipe.send_bytes(task)
         answers: dict[int, Any] = {}
@@ -130,9 +132,10 @@ def _rank_main(rank: int, world_size: int, folder: str) -> None:
         if task == LEAVE:
             _leave_groups()
             continue
-        path, name, args = task
+        path, name, args, test = task
         try:
-            answer = (True, getattr(_module(path), name)(comm, *args))
+            with observed.task(test):
+                answer = (True, getattr(_module(path), name)(comm, *args))
         except BaseException:  # noqa: BLE001 -- it is told to the test
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))

@@ -2,11 +2,13 @@
 
 A test that is marked `pairwise` has every pair of values of its parameters beside each other in `make test`, and every
 combination with ``--soak``; as ``pairwise("stage", "place")`` pairs of these alone, and each value of the others. One
-that is marked `soak` runs with ``--soak`` only. Hypothesis draws fewer examples without it, and the same ones each
-time.
+that is marked `soak` runs with ``--soak`` only, and so does one that `tests/evidence` has marked `redundant`, as others
+run its lines and see the mistakes that it sees; ``redundant(but=[ID, ...])`` leaves these combinations of its
+parameters. Hypothesis draws fewer examples without it, and the same ones each time.
 """
 
 import random
+import time
 from collections.abc import Generator
 from itertools import groupby
 from typing import Any
@@ -19,6 +21,10 @@ from pairwise import cover
 QUICK_EXAMPLES, SOAK_EXAMPLES = 25, 100
 
 _soaking = False
+_left_out = 0  # tests of this process that only --soak runs
+_began = time.monotonic()
+_LEFT_OUT = "tests_left_out"  # as a worker tells it, and as the last whole run is remembered
+_LAST_SOAK = "soak/last"
 
 
 def soaking() -> bool:
@@ -52,10 +58,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, list[Non
 
     A combination that is asked for by name, ``pytest FILE::test[A-B]``, runs whether the cover has it or not.
     """
+    global _left_out
     found = yield
     named = any(f"::{metafunc.function.__name__}[" in word for word in metafunc.config.args)
     if not (metafunc.config.getoption("soak") or named):
-        metafunc._calls = thinned(metafunc._calls, metafunc.definition.get_closest_marker("pairwise"))
+        marks, before = metafunc.definition, len(metafunc._calls)
+        metafunc._calls = thinned(metafunc._calls, marks.get_closest_marker("pairwise"))
+        redundant = marks.get_closest_marker("redundant")
+        if redundant is not None and redundant.kwargs:
+            metafunc._calls = those_but(metafunc._calls, redundant.kwargs["but"], metafunc.definition.nodeid)
+        _left_out += before - len(metafunc._calls)
     return found
 
 
@@ -69,10 +81,23 @@ def thinned(calls: list[Any], pairs: pytest.Mark | None) -> list[Any]:
     return quick or calls  # without any the test would run with no parameters
 
 
+def those_but(calls: list[Any], ids: list[str], test: str) -> list[Any]:
+    """Of the combinations of a test that is marked `redundant` those that are not.
+
+    Raises:
+        pytest.UsageError: one of them is not there any more, so that nobody would run it.
+    """
+    if missing := set(ids) - {call.id for call in calls}:
+        raise pytest.UsageError(f"{test}: redundant(but=...) names no combination of its parameters: {sorted(missing)}")
+    return [call for call in calls if call.id in ids]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    global _left_out
     if not config.getoption("soak"):
-        left_out = [item for item in items if item.get_closest_marker("soak")]
+        left_out = [item for item in items if _only_with_soak(item)]
         gone = set(left_out)
+        _left_out += len(left_out)
         items[:] = [item for item in items if item not in gone]
         config.hook.pytest_deselected(items=left_out)
     seed = config.getoption("shuffle")
@@ -80,6 +105,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = shuffled(items, seed)
     else:  # the long ones first: at the end of several workers' work nobody waits for one of them
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _only_with_soak(item: pytest.Item) -> bool:
+    redundant = item.get_closest_marker("redundant")
+    return item.get_closest_marker("soak") is not None or (redundant is not None and not redundant.kwargs)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells how many tests it has left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[_LEFT_OUT] = _left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Called by xdist when a worker has ended; all of them have collected the same."""
+    global _left_out
+    _left_out = max(_left_out, getattr(node, "workeroutput", {}).get(_LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how long the tests took, and what ``make soak`` would add."""
+    if config.args != config.getini("testpaths") or config.getoption("collectonly"):
+        return  # some tests alone
+    seconds = time.monotonic() - _began
+    passed = len(terminalreporter.stats.get("passed", ()))
+    terminalreporter.write_line(f"{passed:,} tests passed, in {_minutes(seconds)}.")
+    cache = getattr(config, "cache", None)
+    if _soaking and cache is not None:
+        cache.set(_LAST_SOAK, [passed, seconds])
+    elif not _soaking:
+        tests, took = cache.get(_LAST_SOAK, [0, 0.0]) if cache is not None else [0, 0.0]
+        before = f"; the last one here ran {tests:,} in {_minutes(took)}" if tests else "; it has not run here"
+        terminalreporter.write_line(f"`make soak` would add {_left_out:,}, and longer runs of some{before}.")
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds // 60:.0f}:{seconds % 60:02.0f} minutes"
 
 
 def shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

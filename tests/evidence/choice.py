@@ -1,0 +1,111 @@
+"""A cover: the cheapest tests that run every line and see every mistake that all of them run and see; and where a
+reader finds it: tests outside are marked `redundant` in their files.
+"""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from mutants.catalogue import ROOT, catalogue
+
+MARK = "pytest.mark.redundant"
+# What a test costs beside what its functions do: to collect it, to set it up, to tell of it.
+FIXED_S = 0.01
+# Below this a mark is more to read than it saves.
+WORTH_S, MOST_NAMED = 0.08, 12
+PROMISED = ("tests/docs/", "tests/budgets/", "tests/mutants/", "tests/test_")  # documents, refusals, layers, budgets
+
+
+def cover(costs: Mapping[str, float], lines: Iterable[Collection[str]], needed: Collection[str]) -> set[str]:
+    """Of tests, by their costs, few that run every line, given as the tests that run it; ``needed`` are among them."""
+    of_set: dict[frozenset[str], int] = defaultdict(int)
+    for tests in lines:
+        of_set[frozenset(test for test in tests if test in costs)] += 1
+    of_set.pop(frozenset(), None)
+    by_test: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for tests in of_set:
+        for test in tests:
+            by_test[test].add(tests)
+    chosen = {test for test in needed if test in costs}
+    left = {tests for tests in of_set if chosen.isdisjoint(tests)}
+    while left:
+        best = max(
+            {test for tests in left for test in tests},
+            key=lambda test: (sum(of_set[each] for each in by_test[test] & left) / (costs[test] + FIXED_S), test),
+        )
+        chosen.add(best)
+        left -= by_test[best]
+    # what came early may be of no use beside what came later
+    times: dict[frozenset[str], int] = {tests: len(chosen & tests) for tests in of_set}
+    for test in sorted(chosen - set(needed), key=lambda test: (-costs[test], test)):
+        if all(times[tests] > 1 for tests in by_test[test]):
+            chosen.remove(test)
+            for tests in by_test[test]:
+                times[tests] -= 1
+    return chosen
+
+
+def promised(tests: Iterable[str]) -> set[str]:
+    """Of these tests those that something outside of the tests names: pages, mutants, and whole folders."""
+    named = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "docs" / "promises.toml", ROOT / "README.md"]:
+        named |= set(re.findall(r"tests/[\w/]+\.py::\w+(?:\[[^\]\s]+\])?", page.read_text(encoding="utf-8")))
+    found, functions = set(), set()
+    for test in sorted(tests):
+        function = test.partition("[")[0]
+        if test in named or test.startswith(PROMISED):
+            found.add(test)
+        elif function in named and function not in functions:
+            functions.add(function)  # of a function that is named as a whole one combination
+            found.add(test)
+    return found
+
+
+def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float]:
+    """Write into the tests' files which are not chosen; by file the seconds that this saves."""
+    saved: dict[str, float] = {}
+    of_file: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for test in costs:
+        file, _, name = test.partition("::")
+        of_file[file][name.partition("[")[0].replace("::", ".")].append(test)
+    for file, functions in of_file.items():
+        path = ROOT / file
+        text = path.read_text(encoding="utf-8")
+        marks = {}
+        for name, tests in functions.items():
+            kept = [test for test in tests if test in chosen]
+            seconds = sum(costs[test] + FIXED_S for test in tests if test not in chosen)
+            if len(kept) < len(tests) and len(kept) <= MOST_NAMED and seconds >= WORTH_S * max(1, len(kept)):
+                ids = [test.partition("[")[2].removesuffix("]") for test in kept]
+                marks[name] = f"@{MARK}" + (f"(but={ids!r})".replace("'", '"') if ids else "")
+                saved[file] = saved.get(file, 0.0) + seconds
+        new = marked(text, functions, marks)
+        if new != text:
+            path.write_text(new, encoding="utf-8")
+    return saved
+
+
+def marked(text: str, recorded: Collection[str], marks: Mapping[str, str]) -> str:
+    """A file of tests with these marks, by its functions, and without earlier ones of functions that were recorded."""
+    lines = text.splitlines()
+    functions = []
+    for node in ast.parse(text).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        functions += [(f"{owner}{each.name}", each) for each in inner if isinstance(each, ast.FunctionDef)]
+    for name, node in sorted(functions, key=lambda each: -each[1].lineno):
+        if name not in recorded:
+            continue
+        for decorator in reversed(node.decorator_list):
+            if ast.unparse(decorator).startswith(MARK):
+                del lines[decorator.lineno - 1 : decorator.end_lineno]
+        if name in marks:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines.insert(first - 1, " " * node.col_offset + marks[name])
+    new = "\n".join(lines) + "\n"
+    if marks and not re.search(r"^import pytest$", new, re.MULTILINE):
+        place = next(node.lineno for node in ast.parse(new).body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        lines = new.splitlines()
+        new = "\n".join([*lines[: place - 1], "import pytest", *lines[place - 1 :]]) + "\n"
+    return new
