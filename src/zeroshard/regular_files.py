@@ -100,6 +100,14 @@ def open_inside(
         return open_regular(path.name, flags, mode, follow=False, within=within)
 
 
+def is_same(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` is the open file or folder; False if there is none, or the descriptor is -1."""
+    try:
+        return descriptor >= 0 and os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def folder_inside(folder: str | PathLike[str], name: str | PathLike[str]) -> Path:
     """Make the folder ``name`` in ``folder``, if it is not there, through no symbolic link below; return its path.
 

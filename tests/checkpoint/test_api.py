@@ -93,6 +93,18 @@ def test_a_step_that_no_load_would_take_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_save_in_other_folders_are_told_of_the_path_on_every_rank(tmp_path, evenly_sharded, some_tensors):
+    def save(comm):
+        path = tmp_path / f"of-rank-{comm.rank}" / "step-1"
+        with pytest.raises(OSError, match=r"rank 1 does not find .*of-rank-1.*; give every rank the same path"):
+            checkpoint.save(path, evenly_sharded(comm, some_tensors), step=1)
+        with pytest.raises(ValueError, match="the checkpoint"):  # a step that one rank alone refuses
+            checkpoint.save(tmp_path / f"step-{comm.rank:08d}", evenly_sharded(comm, some_tensors), step=0)
+
+    run_threads(save, 2)
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
 def test_extra_with_another_step_is_refused(tmp_path, evenly_sharded, some_tensors):
     with pytest.raises(ValueError, match="extra: its step, 5, is not the step 3 of the save; rename the key"):
         _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=3, extra={"step": 5})

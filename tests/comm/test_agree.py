@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zeroshard.comm import LocalCommunicator, ObservedCommunicator, RingCommunicator, agree, run_threads
+from zeroshard.comm import LocalCommunicator, ObservedCommunicator, PeerError, RingCommunicator, agree, run_threads
 from zeroshard.comm.agree import agreement, first_rank_does, gather_bytes, maxima, of_first_rank, send_bytes
 from zeroshard.errors import FirstRankStorageError, UserError
 
@@ -108,6 +108,19 @@ def test_any_other_failure_leaves_no_rank_waiting():
             first_rank_does(comm, lambda: 1 / 0)
 
     run_threads(rank_main, 2)
+    with pytest.raises(ZeroDivisionError):
+        first_rank_does(LocalCommunicator(), lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("telling", ["largest", "send_bytes", "first_other"])
+def test_a_peer_that_is_lost_meanwhile_does_not_hide_a_ranks_own_error(telling, monkeypatch):
+    def lose(*args):
+        raise PeerError("a peer is lost")
+
+    monkeypatch.setattr(agree, telling, lose)
+    if telling == "first_other":
+        assert isinstance(_outcome(LocalCommunicator(), [], ZeroDivisionError()), ZeroDivisionError)
+        return
     with pytest.raises(ZeroDivisionError):
         first_rank_does(LocalCommunicator(), lambda: 1 / 0)
 

@@ -4,6 +4,7 @@ import torch
 
 from zeroshard.data.base import TextRows, num_rows, require_enough
 from zeroshard.data.batches import EvalBatches, RowBatches
+from zeroshard.data.stream import StreamBatches
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
 
@@ -50,6 +51,29 @@ def test_steps_continue_one_stream_that_visits_each_row_once_an_epoch():
     stream = [row for step in range(10) for row in rows_of(batches(step, 0)[0])]
     assert sorted(stream[:30]) == sorted(stream[30:]) == list(range(30))
     assert stream[:30] != stream[30:]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rank_of_several_is_given_by_name_and_a_process_alone_need_not_be(joined, monkeypatch):
+    rows, refused = TextRows(corpus(41), SEQ_LEN), pytest.raises(ValueError, match="in one of 2 processes, which would")
+    if joined:
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    else:
+        launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+    makers = (
+        lambda **ranks: RowBatches(rows, 1, **ranks),
+        lambda **ranks: EvalBatches(rows, 1, 4, **ranks),
+        lambda **ranks: StreamBatches(None, seq_len=1, micro_batch_size=1, **ranks),
+    )
+    for make in makers:
+        for ranks in ({}, {"rank": 0}, {"world_size": 2}):
+            with refused:
+                make(**ranks)
+    for make in makers[:2]:
+        assert make(rank=0, world_size=1).world_size == 1
 
 
 def test_wrong_sizes_are_refused():

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 import chats
-from zeroshard.data import chat_templates
+from zeroshard.data import chat_templates, template_worker
 from zeroshard.data.chat_templates import ChatTemplate, find_template
 from zeroshard.errors import UserError
 
@@ -157,3 +157,13 @@ def test_a_tokenizer_without_a_template_asks_for_one(tmp_path):
     for name in (f"json:{path}", "bytes"):
         with pytest.raises(UserError, match=r"has no chat template; give one by --data.template FILE"):
             find_template("", name)
+
+
+@pytest.mark.parametrize("left", [b"", b'["done", "cut'], ids=["nothing", "half an answer"])
+def test_a_worker_that_ends_is_told_in_one_line_whatever_it_leaves(left, tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import sys; sys.stdout.buffer.write({left!r}); sys.stdout.flush(); sys.exit(7)")
+    monkeypatch.setattr(template_worker, "__file__", str(worker))
+    refused = pytest.raises(UserError, match=r"data.template: .* ended with status 7; correct it, or ")
+    with refused, find_template("chatml", "bytes").opened():
+        pass

@@ -1,6 +1,7 @@
 """From a Hugging Face folder to a run: what it can do afterwards, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 
@@ -190,3 +191,28 @@ def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path,
     ]
     other = ["--data.path", text, "--data.tokenizer", "bpe:275", "--data.dir", tmp_path / "data", "--seq-len", "16"]
     assert "model.vocab_size: 270 is below the 275 ids" in refusal(*words, *other)
+
+
+@pytest.mark.parametrize("fault", ["lost", "no meta", "cut"])
+def test_a_lost_or_damaged_tokenizer_of_a_run_is_named_and_training_on_mends_it(fault, exported, tmp_path, refusal):
+    run, checked = tmp_path / "run", ("generate", "eval", "export", "train")
+    shutil.copytree(exported / "run", run)
+    kept = run / "tokenizer"
+    if fault == "lost":
+        shutil.rmtree(kept)
+    elif fault == "no meta":
+        (kept / "meta.json").unlink()
+    else:
+        os.truncate(kept / "tokenizer.json", 100)
+    words = {"eval": ["--data-dir", exported / "data"], "export": [tmp_path / "hf"]}
+    start = ["--init-from", run, "--data", "text", "--data.path", exported / "text.txt", "--out", tmp_path / "next"]
+    for verb in checked:
+        if fault == "cut" and verb in ("eval", "train"):
+            continue  # which read no tokenizer.json of the run, or read it as a file of the user's
+        said = refusal(verb, *(start if verb == "train" else [run, *words.get(verb, [])]))
+        assert said.startswith(f"error: run: {kept}")
+        assert said.endswith("or train it on by --resume auto, which writes it again")
+    again = ["--config", str(run / "config.toml"), "--out", str(run), "--resume", "auto", "--max-steps", "41"]
+    assert main(["train", *again]) == 0
+    assert main(["export", str(run), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").exists()

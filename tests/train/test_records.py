@@ -103,6 +103,35 @@ def test_a_resumed_run_appends_and_cuts_off_a_line_that_a_kill_tore(tmp_path):
     assert [line["event"] for line in read_lines(path)] == ["start", "eval"]
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_log_that_is_removed_in_mid_run_is_made_again_with_a_warning(is_replaced, tmp_path, capsys):
+    path, writer = tmp_path / "metrics.jsonl", LogFiles(tmp_path)
+    writer.on_eval(1, {"val_loss": 2.0})
+    if is_replaced:  # as an editor does
+        (tmp_path / "draft").write_text('{"event": "eval", "step": 1}\n')
+        (tmp_path / "draft").rename(path)
+    else:
+        path.unlink()
+    writer.on_eval(2, {"val_loss": 2.0})
+    writer.on_eval(3, {"val_loss": 2.0})
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3][not is_replaced :]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert f"{path} was removed or replaced while the run was writing there" in warning
+
+
+def test_a_log_whose_folder_is_another_runs_is_not_made_again(tmp_path, capsys):
+    def refuse():
+        raise OSError("it is another run's")
+
+    writer = LogFiles(tmp_path, None, refuse)
+    (tmp_path / "metrics.jsonl").unlink()
+    writer.on_eval(2, {"val_loss": 2.0})
+    writer.close()
+    assert not any(tmp_path.iterdir())
+    assert "cannot be written (it is another run's); the run continues without its log" in capsys.readouterr().err
+
+
 def test_the_summary_appears_whole_at_the_end_with_the_mean_exposed_time_of_each_unit_without_the_first_step(tmp_path):
     summary, writer = tmp_path / "summary.json", LogFiles(tmp_path)
     writer.on_start({})

@@ -32,7 +32,7 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry
 from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.verify import damages, share
-from zeroshard.comm import Communicator
+from zeroshard.comm import Communicator, PeerError
 from zeroshard.comm.agree import agreement, first_message, send_bytes
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.errors import UserError
@@ -90,9 +90,9 @@ def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mappi
     path, comm = Path(path), source.comm
     call_of_every_rank(comm, "zeroshard.save")
     first = comm.rank == 0
-    facts = facts_of(path, source, step, extra)
     try:
         with making_folder(comm, source):
+            facts = facts_of(path, source, step, extra)
             if first:
                 store.begin(path)
         with agreement(comm, phase="writing"):
@@ -264,6 +264,9 @@ def write_rank(
     reading: store.Reading = nullcontext,
 ) -> None:
     """Write this rank's file, and beside it a note that describes it; `reading` as for `store.write_tensors`."""
+    if comm.rank and not folder.is_dir():  # paths may differ, as where a file system is mounted elsewhere
+        what = f"rank {comm.rank} does not find the folder {folder} that rank 0 has made"
+        raise FileNotFoundError(f"{what}; give every rank the same path, on a file system that all ranks share")
     file = f"rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
     by_key: dict[str, NamedShard] = {}
     for shard in shards:
@@ -355,7 +358,12 @@ def _first_damage(comm: Communicator, folder: Path, manifest: Manifest) -> UserE
 
 
 def _first_error(comm: Communicator, error: UserError | None) -> UserError | None:
-    words = first_message(comm, json.dumps([error.field, error.what, error.todo]) if error else None)
+    try:
+        words = first_message(comm, json.dumps([error.field, error.what, error.todo]) if error else None)
+    except PeerError:  # a peer that is lost does not hide this rank's own error
+        if error is None:
+            raise
+        return error
     return UserError(*json.loads(words[1])) if words else None
 
 

@@ -144,7 +144,8 @@ def agreement(
     except PeerError:  # the others have lost a peer too
         raise
     except Exception as error:
-        first_other(comm, json.dumps(_told(error)))
+        with suppress(PeerError):  # a peer that is lost does not hide this rank's own error
+            first_other(comm, json.dumps(_told(error)))
         raise
     found = first_other(comm, json.dumps(lines))
     if found is None:
@@ -173,11 +174,13 @@ def first_rank_does(comm: Communicator, work: Callable[[], object]) -> None:
                 work()
             except Exception as error:  # noqa: BLE001 -- raised again below, once the others know
                 failure = error
-    while largest(comm, 0):  # ends with the call in which rank 0 has finished
-        pass
-    told = send_bytes(comm, json.dumps(_told(failure)).encode() if failure else b"", 0)
-    if failure is not None:
-        raise failure
+    try:
+        while largest(comm, 0):  # ends with the call in which rank 0 has finished
+            pass
+        told = send_bytes(comm, json.dumps(_told(failure)).encode() if failure else b"", 0)
+    finally:  # a peer that is lost does not hide rank 0's own error
+        if failure is not None:
+            raise failure
     if told:
         _raise(json.loads(told), "rank 0 failed: {}", FirstRankStorageError)
 

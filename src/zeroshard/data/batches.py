@@ -36,10 +36,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch import distributed as dist
 
 from zeroshard.data import order
 from zeroshard.data.base import IGNORED, EvalBatch, Rows, TextRows, part_of
 from zeroshard.errors import UserError
+from zeroshard.launch.environment import world_from_env
 
 
 class RowBatches:
@@ -49,13 +51,13 @@ class RowBatches:
         rows: the rows to read.
         micro_batch_size: B.
         grad_accum_steps: micro-batches of each rank per step.
-        rank, world_size: the ranks among which the rows of a step are divided.
+        rank, world_size: the ranks among which the rows of a step are divided; None: this process is alone.
         seed: seed of the shuffle.
         sequence_parallel: neighbouring ranks that share each row.
         tiles: parts of a rank's part that have a loss each.
 
     Raises:
-        ValueError: a size below 1, a rank outside its world, or no row.
+        ValueError: a size below 1, a rank outside its world, no row, or no rank in a process that is not alone.
     """
 
     def __init__(
@@ -63,12 +65,13 @@ class RowBatches:
         rows: Rows,
         micro_batch_size: int,
         grad_accum_steps: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         seed: int = 0,
         sequence_parallel: int = 1,
         tiles: int = 1,
     ) -> None:
+        rank, world_size = given_or_alone(rank, world_size)
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
         self.rows, self._rows_at = rows, partial(order.rows, seed, num_rows=rows.num_rows)
@@ -128,7 +131,7 @@ class EvalBatches:
         sequence_parallel: neighbouring ranks that share each row.
 
     Raises:
-        ValueError: a size below 1, a rank outside its world, or no row.
+        ValueError: as `RowBatches`.
     """
 
     def __init__(
@@ -136,11 +139,12 @@ class EvalBatches:
         rows: Rows,
         micro_batch_size: int,
         max_rows: int,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         sequence_parallel: int = 1,
         tiles: int = 1,
     ) -> None:
+        rank, world_size = given_or_alone(rank, world_size)
         sizes = {"micro_batch_size": micro_batch_size, "max_rows": max_rows, "num_rows": rows.num_rows}
         _check_sizes(rank, world_size, **sizes)
         self.rows, self.cut = rows, Cut.of(rank, sequence_parallel, tiles)
@@ -217,6 +221,21 @@ def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
         what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
         todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"
         raise UserError("data", what, todo)
+
+
+def given_or_alone(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank and the number of ranks that were given, or those of a process that is alone.
+
+    Raises:
+        ValueError: one is None, and this process is one of several: each would read the same rows.
+    """
+    if rank is None or world_size is None:
+        joined, world = dist.is_available() and dist.is_initialized(), world_from_env()
+        num_ranks = dist.get_world_size() if joined else world.world_size if world else 1
+        if num_ranks > 1:
+            what = f"rank and world_size: not given in one of {num_ranks} processes, which would all read the same rows"
+            raise ValueError(f"{what}; give this process's, or rank=0, world_size=1 if each trains alone")
+    return 0 if rank is None else rank, 1 if world_size is None else world_size
 
 
 def _check_sizes(rank: int, world_size: int, **sizes: int) -> None:

@@ -158,9 +158,11 @@ class Lanes:
                 told = error.field, error.what, error.todo
             message = _FAILED + json.dumps(told).encode()
         self._ahead.clear()
-        messages = self._gather(message) if self._gather else [message]
-        if failure is not None:
-            raise failure
+        try:
+            messages = self._gather(message) if self._gather else [message]
+        finally:  # a peer that is lost does not hide this rank's own error
+            if failure is not None:
+                raise failure
         found: dict[int, tuple[Ids, Place | None]] = {}
         for each in messages:
             if each[:1] == _FAILED:

@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from zeroshard.data import order
-from zeroshard.data.batches import Cut
+from zeroshard.data.batches import Cut, given_or_alone
 from zeroshard.data.lanes import Gather, Ids, Lanes, Place, Places, StreamedText
 from zeroshard.data.tokens import TokenDataset
 from zeroshard.errors import UserError
@@ -96,7 +96,7 @@ class StreamBatches:
     each rank's part in ``tiles``.
 
     Raises:
-        ValueError: a size below 1, or a rank outside its world.
+        ValueError: a size below 1, a rank outside its world, or no rank in a process that is not alone.
     """
 
     def __init__(
@@ -106,13 +106,14 @@ class StreamBatches:
         seq_len: int,
         micro_batch_size: int,
         grad_accum_steps: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         seed: int = 0,
         gather: Gather | None = None,
         sequence_parallel: int = 1,
         tiles: int = 1,
     ) -> None:
+        rank, world_size = given_or_alone(rank, world_size)
         if min(seq_len, micro_batch_size, grad_accum_steps, world_size) < 1 or not 0 <= rank < world_size:
             raise ValueError(f"sizes must be at least 1 and rank in [0, world_size), got rank {rank} of {world_size}")
         self._text, self._seq_len, self._seed = text, seq_len, seed

@@ -42,7 +42,7 @@ from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
 from zeroshard.train.setup.prepare_data import data_folder
 from zeroshard.train.setup.ranks import join
-from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
 from zeroshard.train.state.read_as import WeightsAlone
 
 MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
@@ -108,7 +108,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     num_tokens = batches.num_targets
     num_bytes = 0
     if tokenizer is not None and not meta.examples:
-        everything = EvalBatches(rows, batches.micro_batch_size, batches.num_rows)  # of all ranks
+        everything = EvalBatches(rows, batches.micro_batch_size, batches.num_rows, rank=0, world_size=1)  # of all ranks
         num_bytes = sum(
             num_text_bytes(tokenizer, np.asarray(targets_T), np.asarray(tokens_T[:1]))
             for tokens_BT, targets_BT, _ in everything
@@ -148,7 +148,7 @@ def _model(
         model, _ = load_for_text(folder, config.weights, config.dtype, trusted)
         return model, None, min(model.config.seq_len, 1024)
     path = checkpoint_of(folder, config.weights)
-    meta = read_meta(tokenizer_folder(folder)) if tokenizer_folder(folder).is_dir() else None
+    meta = kept_meta(folder, trained.data)
     vocab_size = meta.vocab_size if meta else trained.model.vocab_size
     step = checkpoint.read_manifest(path).step
     eos_id = separating_id(trained, meta.eos_id) if meta else None

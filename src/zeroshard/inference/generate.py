@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, LocalCommunicator
-from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data import Tokenizer, read_meta
 from zeroshard.data.chat_templates import find_template, has_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.texts import ExampleText
@@ -49,7 +49,7 @@ from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import kept_folder, load_model_tokenizer
-from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
 
@@ -150,9 +150,10 @@ def load_for_text(
     path = checkpoint_of(folder, weights)
     trained = load_config(folder / "config.toml")
     require_trust(trained.model, folder / "config.toml", trusted=trust_remote_code)
-    if not tokenizer_folder(folder).is_dir():
-        raise UserError("run", f"{folder} has no tokenizer", "import the model from a folder with its tokenizer.json")
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    tokenizer = kept_tokenizer(folder, trained.data)
+    if tokenizer is None:
+        todo = "import the model from a folder with its tokenizer.json, or train it on text"
+        raise UserError("run", f"{folder} has no tokenizer", todo)
     vocab_size = read_meta(tokenizer_folder(folder)).vocab_size
     model = load_weights(trained, vocab_size, path, weights, dtype)
     model.eos_id = separating_id(trained, tokenizer.eos_id)

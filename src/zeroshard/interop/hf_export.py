@@ -25,7 +25,7 @@ from zeroshard.checkpoint.consolidated import verified_manifest
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.columns import printable
-from zeroshard.data import Tokenizer, load_tokenizer, read_meta
+from zeroshard.data import Tokenizer
 from zeroshard.data.portable import portable
 from zeroshard.data.special_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG, special_tokens_of
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
@@ -47,7 +47,7 @@ from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.hugging_face import kept_folder
-from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
@@ -103,7 +103,10 @@ def run_export(config: ExportConfig) -> int:
             _write_json(draft / "model.safetensors.index.json", index)
         _describe(draft, source, config.dtype)
     what = f"{config.dtype}, {num_bytes:,} bytes in {len(files)} file{'s' if len(files) > 1 else ''}"
-    text = f"tokenizer {source.tokenizer.name}" if source.tokenizer else "no tokenizer: the run has no text"
+    kept = tokenizer_folder(source.run)
+    text = f"no tokenizer: {'the run has no text' if kept.is_dir() else f'{kept} is not there'}"
+    if source.tokenizer:
+        text = f"tokenizer {source.tokenizer.name}"
     print(printable(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}"))
     return int(ExitStatus.OK)
 
@@ -168,10 +171,11 @@ def _open(config: ExportConfig) -> _Source:
     lora = lora_of(trained.lora)
     if config.merged and lora is None:
         raise UserError("merged", f"{path} has no adapters", "leave it out")
+    tokenizer = kept_tokenizer(run, trained.data)
     if is_hugging_face(trained.model.name):
         folder, manifest = verified_manifest(path)
         built = hf_folder_export.model_of(trained)
-        return _Source(folder, manifest, built, run, _tokenizer(run), kind, lora, transposed_weights(built))
+        return _Source(folder, manifest, built, run, tokenizer, kind, lora, transposed_weights(built))
     if lora is not None and not config.merged:
         what = f"the model under the adapters of {path} is a checkpoint's, which peft does not open"
         raise UserError("merged", what, "add --merged, which writes the whole model")
@@ -183,14 +187,7 @@ def _open(config: ExportConfig) -> _Source:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
     folder, manifest = verified_manifest(path)
-    return _Source(folder, manifest, model, run, _tokenizer(run), kind, lora)
-
-
-def _tokenizer(run: Path) -> Tokenizer | None:
-    folder = tokenizer_folder(run)
-    if not folder.is_dir() or read_meta(folder).tokenizer == "none":
-        return None
-    return load_tokenizer(folder)
+    return _Source(folder, manifest, model, run, tokenizer, kind, lora)
 
 
 def _streamed(reader: ShardReader, weight: HFWeight, kind: str, dtype: torch.dtype) -> StreamedTensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroshard.comm import by_kind
 from zeroshard.errors import warn
-from zeroshard.regular_files import LOG_BYTES, open_inside, read_bytes, write_inside
+from zeroshard.regular_files import LOG_BYTES, is_same, open_inside, read_bytes, write_inside
 from zeroshard.train.records.records import StepRecord
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
@@ -27,7 +27,8 @@ class LogFiles:
     """Writes ``metrics.jsonl``, one JSON object per line, at once (a resumed run appends), and ``summary.json``.
 
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost
-    lines once lines can be written again. A line is written completely or not at all.
+    lines once lines can be written again. A line is written completely or not at all. A log that was removed in mid-run
+    is made again, with a warning.
 
     Args:
         folder: the run folder.
@@ -41,12 +42,15 @@ class LogFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._summary, self._clock = folder / METRICS, folder / SUMMARY, clock
         self._require_folder = require_folder
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        self._file = FileIO(open_inside(folder, METRICS, flags), "ab")
-        # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
-        os.ftruncate(self._file.fileno(), read_bytes(self._path, LOG_BYTES, follow=False).rfind(b"\n") + 1)
+        self._file = self._opened()
         self._num_lost = self._num_steps = 0
         self._exposed_s: defaultdict[str, float] = defaultdict(float)
+
+    def _opened(self) -> FileIO:
+        file = FileIO(open_inside(self._path.parent, METRICS, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab")
+        # Cut off an incomplete last line, which a process leaves if it is killed while it writes.
+        os.ftruncate(file.fileno(), read_bytes(self._path, LOG_BYTES, follow=False).rfind(b"\n") + 1)
+        return file
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Write a ``start`` line."""
@@ -96,7 +100,7 @@ class LogFiles:
         except OSError as error:
             self._num_lost += 1
             if self._num_lost == 1:
-                warn(f"{self._path} cannot be written ({error.strerror}); the run continues without its log")
+                warn(f"{self._path} cannot be written ({error.strerror or error}); the run continues without its log")
         else:
             if self._num_lost:
                 warn(f"{self._path} is written again; {self._num_lost} lines are missing in it")
@@ -104,6 +108,12 @@ class LogFiles:
 
     def _append(self, line: bytes) -> None:
         """Write a line completely, or raise OSError and leave the file as it was."""
+        if not is_same(self._path, self._file.fileno()):
+            self._require_folder()
+            file = self._opened()
+            self._file.close()
+            self._file = file
+            warn(f"{self._path} was removed or replaced while the run was writing there; it has the lines from here on")
         before, written = os.fstat(self._file.fileno()).st_size, 0
         try:
             while written < len(line):

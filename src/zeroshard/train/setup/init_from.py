@@ -17,7 +17,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement
-from zeroshard.data.meta import DataMeta, read_meta
+from zeroshard.data.meta import DataMeta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenizer
 from zeroshard.errors import UserError
 from zeroshard.models import LanguageModel
@@ -27,6 +27,7 @@ from zeroshard.models.lora import initial_adapters
 from zeroshard.named_shards import ShardReader
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.config.toml import load_config
@@ -34,7 +35,7 @@ from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import resume
 from zeroshard.train.setup.assemble import lora_of, model_table
 from zeroshard.train.setup.hugging_face import with_tokenizer_of
-from zeroshard.train.setup.run_folder import tokenizer_folder
+from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.hf_weight_reader import reader_of
 from zeroshard.train.state.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
@@ -54,20 +55,21 @@ def with_initial_run(config: TrainConfig) -> TrainConfig:
         return _with_hugging_face(config, source_of(config.init_from))
     run = source
     if (source / MANIFEST).is_file():
-        saved = _saved_config(source).get("model")
-        if saved is None:  # not written by `zeroshard train`; names and shapes are compared when it is loaded
+        saved = _saved_config(source)
+        if saved.get("model") is None:  # not of `zeroshard train`; names and shapes are compared when it is loaded
             return config
-        theirs, run = validate(ModelConfig, saved), source.parent.parent
-        named_in = source
+        theirs, data = validate(ModelConfig, saved["model"]), validate(DataConfig, saved.get("data", {}))
+        run, named_in = source.parent.parent, source
     elif (source / "config.toml").is_file():
         named_in = source / "config.toml"
-        theirs = load_config(named_in).model
+        trained = load_config(named_in)
+        theirs, data = trained.model, trained.data
     else:
         what = f"{source} holds no run (no config.toml), no checkpoint and no Hugging Face model"
         raise UserError("init_from", what, "give a run as runs/NAME, a checkpoint in it, or a folder with config.json")
     require_asked({"model": theirs.model_dump()}, {f"model.{name}" for name in config.model.model_fields_set}, named_in)
     kept = tokenizer_folder(run)
-    meta = read_meta(kept) if kept.is_dir() else None
+    meta = kept_meta(run, data)
     # A model of transformers may have more ids than its tokenizer, so its vocab_size is left alone.
     if meta is not None and not theirs.vocab_size and not is_hugging_face(theirs.name):
         theirs = theirs.model_copy(update={"vocab_size": meta.vocab_size})

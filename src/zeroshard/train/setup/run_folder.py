@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard import checkpoint
+from zeroshard.data import DataMeta, Tokenizer, load_tokenizer, read_meta
 from zeroshard.errors import UserError
 from zeroshard.regular_files import link_in, require_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.loop.run import Corpus
 from zeroshard.train.setup.hugging_face import keep_text_files, kept_folder
@@ -23,12 +26,50 @@ ANOTHER_FOLDER_HELPS = {
 }
 
 _WRITTEN = ("config.toml", "metrics.jsonl", "summary.json")  # files that a run writes over
+_AGAIN = "copy the folder from where the run came from, or train it on by --resume auto, which writes it again"
 _ALSO_OPENED = ("tracker-id", "auto-stage.json", "stacks", "trace", "tensorboard", "offload")
 
 
 def tokenizer_folder(run_folder: Path) -> Path:
     """The folder inside a run folder for its tokenizer, so that the run can generate text without its training data."""
     return run_folder / "tokenizer"
+
+
+def kept_meta(run_folder: Path, data: DataConfig) -> DataMeta | None:
+    """What a run keeps of its tokenizer; None if it never had one (some imported models), or is a checkpoint alone.
+
+    Args:
+        run_folder: the run.
+        data: its settings of data.
+
+    Raises:
+        UserError: the folder is missing or damaged.
+    """
+    folder = tokenizer_folder(run_folder)
+    if folder.is_dir():
+        with _of_a_run():
+            return read_meta(folder)
+    if not (run_folder / "config.toml").is_file() or (data.source == UNNAMED and data.tokenizer == "bytes"):
+        return None
+    raise UserError("run", f"{folder}, in which a run keeps its tokenizer, is missing", _AGAIN)
+
+
+def kept_tokenizer(run_folder: Path, data: DataConfig) -> Tokenizer | None:
+    """The tokenizer that a run keeps; None also if its tokens are synthetic. Arguments and errors as of `kept_meta`."""
+    meta = kept_meta(run_folder, data)
+    if meta is None or meta.tokenizer == "none":
+        return None
+    with _of_a_run():
+        return load_tokenizer(tokenizer_folder(run_folder))
+
+
+@contextmanager
+def _of_a_run() -> Generator[None]:
+    """Advise, for a damaged file that a run keeps, what mends a run."""
+    try:
+        yield
+    except UserError as error:
+        raise (UserError("run", error.what, _AGAIN) if error.field == "data.dir" else error) from None
 
 
 class ClaimedFolder:

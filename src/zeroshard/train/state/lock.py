@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import json_of, open_inside, read_text
+from zeroshard.regular_files import is_same, json_of, open_inside, read_text
 
 LOCK = "run.lock"
 _MOST_BYTES = 4096  # a larger file is not a lock file of ours
@@ -71,12 +71,12 @@ class RunLock:
         """
         folder = self._path.parent
         if self._descriptor >= 0 and not os.path.lexists(self._path):
-            if not _is_same(folder, self._folder):
+            if not is_same(folder, self._folder):
                 raise FileNotFoundError(f"{folder} was removed or renamed while the run was writing there")
             self._make_again()
         found = _read(self._path)
         attempt = found.get("attempt")
-        if not _is_same(self._path, self._descriptor) or (isinstance(attempt, int) and attempt != self.attempt):
+        if not is_same(self._path, self._descriptor) or (isinstance(attempt, int) and attempt != self.attempt):
             raise OSError(
                 f"{folder} now belongs to process {found.get('pid')} on {found.get('host')}, "
                 f"attempt {attempt}: this run, attempt {self.attempt}, writes there no more"
@@ -106,14 +106,6 @@ class RunLock:
         for descriptor in {self._descriptor, self._folder} - {-1}:
             os.close(descriptor)
         self._descriptor = self._folder = -1
-
-
-def _is_same(path: Path, descriptor: int) -> bool:
-    """Whether ``path`` is the open file or folder; False if there is none, or the descriptor is -1."""
-    try:
-        return descriptor >= 0 and os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def was_locked(folder: Path) -> bool:
