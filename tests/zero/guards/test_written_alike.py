@@ -261,3 +261,37 @@ def test_gradients_that_are_assigned_are_the_same_on_every_rank_or_refused(stage
     for trained in run_threads(go, WORLD_SIZE):
         for name, value in net.state_dict().items():
             torch.testing.assert_close(trained[name], value)
+
+
+GRAD_WRITES = {
+    "a rank's own factor": lambda net, rank: [p.grad.mul_(rank + 1) for p in net.parameters()],
+    "a list": lambda net, rank: torch._foreach_mul_([p.grad for p in net.parameters()], rank + 1.0),
+    "a row": lambda net, rank: net.first.weight.grad[0].fill_(rank),
+    "one rank": lambda net, rank: net.first.bias.grad.zero_().add_(1) if rank else None,
+}
+
+
+def scaled(comm, write):
+    net = Net()
+    zero = Zero(net, 0, comm=comm)
+    optim = zero.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        net(rows(comm.rank)).sum().backward()
+        if step == 0:
+            write(net, comm.rank)
+        optim.step()
+        optim.zero_grad()
+    return zero.state_dict()
+
+
+@pytest.mark.parametrize("write", GRAD_WRITES.values(), ids=GRAD_WRITES)
+def test_other_gradients_written_in_place_on_each_rank_are_named_where_each_rank_steps_by_all_of_them(write):
+    def go(comm):
+        with pytest.raises(PeerError, match="made a change in place of gradients of root") as error:
+            scaled(comm, write)
+        return str(error.value)
+
+    one, other = run_threads(go, WORLD_SIZE)
+    assert one == other
+    same = run_threads(lambda comm: scaled(comm, lambda net, rank: write(net, 1)), WORLD_SIZE)
+    assert all(torch.equal(value, same[1][name]) for name, value in same[0].items())

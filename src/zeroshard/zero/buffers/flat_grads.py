@@ -32,6 +32,7 @@ class FlatGrads(Gradients):
         unusable: slot -> why no optimizer may step with its gradient, until that is cleared or replaced.
         unusable_now: why gradients that arrive now are unusable; None: they are usable.
         num_backwards: backwards reduced since gradients were cleared.
+        has_writes: whether a user has changed unsharded gradients in place, and ranks have not compared that.
     """
 
     layout: FlatLayout
@@ -51,7 +52,7 @@ class FlatGrads(Gradients):
         reducer = reducer or StatefulReducer(layout, strategy, rank_groups)
         super().__init__(name, layout, strategy, rank_groups, device, reduced_dtype, reduce_dtype, reducer)
         self.keep_local = self.keep_local and not reducer.accumulates
-        self.num_backwards = 0
+        self.num_backwards, self.has_writes = 0, False
         self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
@@ -200,7 +201,7 @@ class FlatGrads(Gradients):
         if any(self.used):
             self._copy_in()  # those of other slots; what lies in a slot without a gradient is not read
             return
-        self.num_backwards = 0
+        self.num_backwards, self.has_writes = 0, False
         self._small.clear()
         self.reducer.clear()
 

@@ -70,21 +70,22 @@ class ParamChanges:
 
     def remember(self, full: Tensor | None) -> None:
         """Remember values of the buffer as the engine's; None: they are about to change."""
-        self._seen = None if full is None else self._sample(full)
+        self._seen = None if full is None else (version_of(full), self.sample(full))
 
     def differs(self, full: Tensor) -> bool:
         """Whether values of the buffer have changed by a write that left no trace: [Note: Writes without a trace]."""
         if self._seen is None or version_of(full) != self._seen[0]:
             return False
-        return self._sample(full) != self._seen
+        return self.sample(full) != self._seen[1]
 
-    def _sample(self, full: Tensor) -> tuple[int, bytes]:
+    def sample(self, full: Tensor) -> bytes:
+        """Some elements of each parameter in a contiguous buffer on the CPU that has the layout, of any dtype."""
         if self._sampled is None:
             self._sampled = np.array([place for slot in self._layout.slots for place in _sampled(slot)], dtype=np.int64)
         # past torch: these few bytes are none of the tensors that a step is measured to hold
         memory = (ctypes.c_uint8 * full.nbytes).from_address(full.data_ptr())
         elements = np.ctypeslib.as_array(memory).reshape(-1, full.itemsize)
-        return version_of(full), elements[self._sampled].tobytes()
+        return elements[self._sampled].tobytes()
 
     def elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""

@@ -81,6 +81,15 @@ class CollectiveOrder(Agreement):
         for group in groups:
             self.note_call(f"a write to {_values_of(group.params)}")
 
+    def note_grad_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """Record a few elements of the groups' gradients, into which this rank has written: a whole pass costs time."""
+        for group in groups:
+            group.grads.has_writes, reduced = False, group.grads.reduced
+            # elsewhere the host would wait for the device
+            on_host = reduced is not None and reduced.device.type == "cpu" and not isinstance(reduced, FakeTensor)
+            values = f", with the digest {digest_of(group.params.changes.sample(reduced)).hex()}" if on_host else ""
+            self.note_call(f"a change in place of gradients of {group.params.name}{values}")
+
     def _note_settings(self) -> None:
         self._now = self._settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())

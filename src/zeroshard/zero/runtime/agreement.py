@@ -31,6 +31,9 @@ class Agreement:
     def note_gather(self, unit: Unit) -> None:
         """This rank has issued a gather of the unit's weights."""
 
+    def note_grad_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """This rank is about to step with gradients of the groups into which it has written."""
+
     def note_step(self) -> None:
         """This rank has stepped an optimizer."""
 

@@ -71,6 +71,12 @@ class GradHome:
             raise RuntimeError(f"{what}: gradients were cleared; take a copy with full_tensor() before")
         return group.grads.of_slot(self.slot)
 
+    def note_write(self) -> None:
+        """Note that the user changes the gradient in place, if each rank has all of it and so must do the same."""
+        group = self.group()
+        if group is not None and not self.sharded:
+            group.grads.has_writes = True
+
     def zero(self) -> None:
         """Set the gradient to zero, whether it is reduced already or not."""
         group = self.group()

@@ -408,10 +408,11 @@ class Runtime(Passes[Unit, FlatGroup]):
             self._begin_backward(None)
 
     def note_writes(self) -> None:
-        """Have ranks compare, at the next backward, what was written into unsharded weights since the last one."""
+        """Have ranks compare, at the next backward, what was written into unsharded weights and gradients before."""
         if not self.shard_params and self.comm.world_size > 1:
             groups = [group for group in self.groups() if group.params.has_writes or group.params.has_untraced_writes]
             self.collectives.note_writes(groups)
+            self.collectives.note_grad_writes(group for group in self.groups() if group.grads.has_writes)
 
     def take_changes(self, *, waits: bool = True) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `flat_params`."""

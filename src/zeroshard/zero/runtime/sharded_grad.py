@@ -199,6 +199,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[ShardedGrad]) -> Any:
+    for grad in written:
+        grad._home.note_write()
     name = func.overloadpacket.__name__
     listed = name.startswith("_foreach_")
     if not any(grad._views for grad in written) and name.removeprefix("_foreach_") in _ELEMENT_WISE:
