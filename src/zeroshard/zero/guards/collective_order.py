@@ -11,7 +11,8 @@
     fail if ranks stepped with different learning rates, or if one rank alone clipped its gradients at stage 0. What one
     rank alone writes into weights, or each rank with random numbers of its own, no collective would notice either:
     weights that any rank has written to are compared. If it did so between a backward and the step, their digest is in
-    the next message, as the step has changed them by then.
+    the next message, as the step has changed them by then. So is that of some elements of unsharded gradients that a
+    user has changed in place (where they are on a GPU, that they were changed).
 """
 
 from __future__ import annotations
