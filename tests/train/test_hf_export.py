@@ -56,7 +56,7 @@ def test_an_index_says_where_each_tensor_is(run, tmp_path):
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, refusal):
     out = tmp_path / "hf"
-    assert "is not a complete checkpoint" in refusal("export", tmp_path / "nothing", out)
+    assert "there is no folder" in refusal("export", tmp_path / "nothing", out)
     assert "max_shard_size: '5' is not a size" in refusal("export", run, out, "--max-shard-size", "5")
     assert "dtype: 'int8' is not a choice" in refusal("export", run, out, "--dtype", "int8")
     assert "out: is missing" in refusal("export", run)
