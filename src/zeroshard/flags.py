@@ -4,15 +4,16 @@ Values of flags stay text here; `zeroshard.train.config.validate` parses and che
 `zeroshard.verbs.help` prints ``--help`` from the same classes. No parser of others is used, because flags are merged
 over a file before everything is checked, and an error is one line.
 
-Grammar: ``--seq-len 256``, ``--seq-len=256``, ``--data.max-tokens 9``, ``--compile`` and ``--no-compile``,
-``--data.path a.txt b.txt``; an underscore may stand for a hyphen, ``--model NAME`` for ``--model.name NAME``.
+Grammar: ``--seq-len 256``, ``--seq-len=256``, ``--data.max-tokens 9``, ``--fused`` and ``--no-fused``,
+``--compile``, ``--compile auto`` and ``--no-compile``, ``--data.path a.txt b.txt``; an underscore may stand for a
+hyphen, ``--model NAME`` for ``--model.name NAME``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -27,6 +28,7 @@ class Flag:
     path: tuple[str, ...]
     kind: Literal["one", "many", "switch"]
     switch_value: bool = True  # the value that a switch sets
+    words: tuple[str, ...] = ()  # what may follow a switch, as its value
 
 
 def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: Sequence[str] = ()) -> dict[str, Flag]:
@@ -43,9 +45,9 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
             continue
         path = tuple(dotted.split("."))
         name = dotted.replace("_", "-")
-        if field.annotation is bool:
+        if is_switch(field.annotation):
             table, dot, leaf = name.rpartition(".")
-            flags[f"--{name}"] = Flag(path, "switch")
+            flags[f"--{name}"] = Flag(path, "switch", words=get_args(field.annotation))
             flags[f"--{table}{dot}no-{leaf}"] = Flag(path, "switch", switch_value=False)
         else:
             flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
@@ -53,6 +55,11 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
         if (named := f"--{table}.{key.replace('_', '-')}") in flags:
             flags[f"--{table}"] = flags[named]
     return flags
+
+
+def is_switch(annotation: Any) -> bool:
+    """Whether the setting is turned on by its flag alone, and off by ``--no-``: a bool, or one of auto, on and off."""
+    return annotation is bool or get_args(annotation) == ("auto", "on", "off")
 
 
 def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequence[str] = ()) -> dict[str, Any]:
@@ -80,7 +87,8 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
             todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
             raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":
-            value: Any = flag.switch_value if not equals else joined
+            follows = not equals and bool(words) and words[0] in flag.words
+            value: Any = joined if equals else words.pop(0) if follows else flag.switch_value
             if equals and not flag.switch_value:
                 raise UserError(name, "takes no value", f"write {name} alone")
         elif equals:

@@ -157,7 +157,7 @@ def _model(
         model.eos_id = eos_id
         return model, step, trained.seq_len
     _last_weights_alone(config)
-    changes = {"strategy": config.strategy, "kernels": "auto", "compile": False, "ema_decay": 0.0}
+    changes = {"strategy": config.strategy, "kernels": "auto", "compile": "off", "ema_decay": 0.0}
     # sequences are shared here, as those of models of each strategy are
     changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0}
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)

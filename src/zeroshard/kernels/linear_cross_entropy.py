@@ -70,14 +70,13 @@ def all_logits() -> Generator[None]:
 def can_chunk(kernels: Choice | None, *tensors: Tensor) -> bool:
     """Whether to compute a loss of these tensors by chunks; if not, use the reference, with PyTorch's own behaviour.
 
-    The reference is used on a GPU if it was requested by name (``kernels``); under torch.compile, which fuses in its
-    own way; where `is_transformed` says so; and inside `all_logits`.
+    The reference is used on a GPU if it was requested by name (``kernels``); where `is_transformed` says so; and inside
+    `all_logits`, which torch.compile does not see. Compiled, the chunks are one node of the graph: the compiler's own
+    loss would keep all logits.
     """
-    if torch.compiler.is_compiling() or _all_logits.get():
-        return False
     if tensors[0].is_cuda and asked_for(kernels) == "reference":
         return False
-    return not is_transformed(*tensors)
+    return torch.compiler.is_compiling() or not (_all_logits.get() or is_transformed(*tensors))
 
 
 # ---------------------------------------------------------------------------------------------------- reference
@@ -265,6 +264,23 @@ class _WithTriton(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None
 
 
+_in_one_node = opaque("linear_cross_entropy_by_torch", "losses", "d_hidden", "d_weight")(_by_torch)
+
+
+class _Compiled(_WithTriton):
+    """As `_WithTriton`, in a compiled graph where Triton is not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
+    ) -> Tensor:
+        """As `_WithTriton.forward`."""
+        ctx.options, ctx.chunk_rows = options, chunk_rows
+        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _in_one_node)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+
 class _WithoutTriton(torch.autograd.Function):
     """As `_WithTriton`; see [Note: Gradients made in forward] for the difference."""
 
@@ -368,7 +384,8 @@ def linear_cross_entropy(
     sizes = (targets.numel(), weight.shape[0], hidden.element_size())
     rows = chunk_rows or rows_at_once(*sizes, on_cuda=hidden.is_cuda, triton=triton)
     options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
-    return (_WithTriton if triton else _WithoutTriton).apply(hidden, weight, targets, options, rows)
+    by = _WithTriton if triton else _Compiled if torch.compiler.is_compiling() else _WithoutTriton
+    return by.apply(hidden, weight, targets, options, rows)
 
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,11 @@
     x = block(x)                        n_layer times, each pre-norm: x + attention(norm(x)), then x + mlp(norm(x))
     logits = lm_head(final_norm(x))
 
+[Note: Loops]
+    `torch.compile` gives up a function in which a graph ends inside a loop. So the loop over the blocks has a function
+    of its own: where an engine's hooks end the graph at each block, what comes before the loop and what comes after it
+    are one graph each. The embedding may be a unit too, so it is called before anything else is computed.
+
 A model's own file says of which modules it consists, what its embedding is, and what happens inside a block.
 
 Shape legend: B batch, T sequence, C width, V vocabulary.
@@ -12,6 +17,7 @@ Shape legend: B batch, T sequence, C width, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -102,18 +108,19 @@ class Decoder(LanguageModel, Generic[C]):
         """Make the embedding, ``blocks``, the final norm and ``lm_head``, in the order of the parameters."""
 
     @abstractmethod
-    def embed(self, tokens_BT: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
-        """Return x [B, T, C], and what each block takes beside it.
+    def with_positions(self, x: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the first block's input [B, T, C], and what each block takes beside it.
 
         Args:
-            tokens_BT: token ids [B, T].
+            x: embeddings of the tokens [B, T, C].
             num_seen: number of tokens before them, in a cache or on ranks that share the sequence.
             positions_BT: position of each token in its document; None: counted from ``num_seen``.
         """
 
+    @property
     @abstractmethod
-    def final_norm(self, x: Tensor) -> Tensor:
-        """Normalise the output of the last block: [B, T, C] -> [B, T, C]."""
+    def final_norm(self) -> nn.Module:
+        """The norm of the last block's output: [B, T, C] -> [B, T, C]."""
 
     @property
     def config(self) -> C:
@@ -137,6 +144,7 @@ class Decoder(LanguageModel, Generic[C]):
         num_seen = 0 if cache is None else cache.num_tokens
         if sequence is not None:
             num_seen = sequence.first(tokens_BT.shape[1])
+        x = self.get_submodule(self.embedding)(tokens_BT)  # first, as a graph may end here: [Note: Loops]
         begins_BT: Tensor | None = None  # documents of whole sequences
         if positions_BT is not None:
             begins_BT = (positions_BT if sequence is None else sequence.gather(positions_BT)) == 0
@@ -145,14 +153,21 @@ class Decoder(LanguageModel, Generic[C]):
             begins_BT, positions_BT = whole_BT == self.eos_id, positions(whole_BT, self.eos_id)
             if sequence is not None:
                 (positions_BT,) = sequence.cut(positions_BT)
-        x, *beside = self.embed(tokens_BT, num_seen, positions_BT)
+        x, *beside = self.with_positions(x, num_seen, positions_BT)
         masks = () if begins_BT is None else (self._mask(begins_BT, x),)
+        x = self.through_blocks(x, beside, masks, cache)
+        if targets_BT is None:
+            return self.lm_head(self.final_norm(x))  # [B, T, V]
+        options = self.loss_options
+        return head_loss(self.lm_head, x, targets_BT, self.kernels, sequence, norm=self.final_norm, **options)
+
+    def through_blocks(
+        self, x: Tensor, beside: Sequence[Tensor], masks: Sequence[Mask], cache: KVCache | None
+    ) -> Tensor:
+        """Return the output of the last block [B, T, C]; a loop in which a graph may end: [Note: Loops]."""
         for layer, block in enumerate(self.blocks):
             x = block(x, *beside, *masks) if cache is None else block(x, *beside, None, cache.layers[layer])
-        x = self.final_norm(x)
-        if targets_BT is None:
-            return self.lm_head(x)  # [B, T, V]
-        return head_loss(self.lm_head, x, targets_BT, self.kernels, sequence, **self.loss_options)
+        return x
 
     def _mask(self, begins_BT: Tensor, x: Tensor) -> Mask:
         config = self._config

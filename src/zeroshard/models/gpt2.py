@@ -172,18 +172,19 @@ class GPT2(Decoder[GPT2Config]):
         self.lm_head = Head(config.n_embd, config.vocab_size)
         self.lm_head.weight = self.wte.weight
 
-    def embed(self, tokens_BT: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
+    def with_positions(self, x: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
         """Return the sum of the embeddings of tokens and positions, [B, T, C].
 
         Raises:
             UserError: for sequences longer than the position table.
         """
-        num_tokens = num_seen + tokens_BT.shape[1]
+        num_tokens = num_seen + x.shape[1]
         self.check_seq_len(num_tokens)
         if positions_BT is None:
-            positions_BT = torch.arange(num_seen, num_tokens, device=tokens_BT.device)
-        return (self.drop(self.wte(tokens_BT) + self.wpe(positions_BT)),)  # (8, 1024, 768)
+            positions_BT = torch.arange(num_seen, num_tokens, device=x.device)
+        return (self.drop(x + self.wpe(positions_BT)),)  # (8, 1024, 768)
 
-    def final_norm(self, x: Tensor) -> Tensor:
-        """Normalise the output of the last block."""
-        return self.ln_f(x)
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm of the last block's output."""
+        return self.ln_f

@@ -29,9 +29,19 @@ class Head(nn.Linear):
         super().__init__(width, vocab_size, bias=False, device=device)
 
     def forward(
-        self, input: Tensor, targets_BT: Tensor | None = None, kernels: Choice | None = None, **options: Any
+        self,
+        input: Tensor,
+        targets_BT: Tensor | None = None,
+        kernels: Choice | None = None,
+        norm: nn.Module | None = None,
+        **options: Any,
     ) -> Tensor:
-        """Return the logits [B, T, V] of ``input`` [B, T, C]; with targets [B, T] their mean loss: `projected_loss`."""
+        """Return the logits [B, T, V] of ``input`` [B, T, C]; with targets [B, T] their mean loss: `projected_loss`.
+
+        ``norm`` is applied first, so that it is in one compiled graph with the head, even if that is a unit of its own.
+        """
+        if norm is not None:
+            input = norm(input)
         if targets_BT is None:
             return super().forward(input)
         return projected_loss(input, self.weight, targets_BT, kernels, **options)
@@ -43,15 +53,20 @@ def head_loss(
     targets_BT: Tensor,
     kernels: Choice | None = None,
     sequence: SequenceParallel | None = None,
+    norm: nn.Module | None = None,
     **options: Any,
 ) -> Tensor:
     """Return the mean loss of ``head``'s logits, or of each part of ``sequence`` that this rank has.
 
+    ``norm``: what is to be applied to ``hidden_BTC`` [B, T, C] before the head; None: nothing.
+
     A `Head` need not materialize all of them at once. ``head`` is another module if adapters wrap it: the logits then
     depend on more than ``head.weight``.
     """
+    if norm is not None and (sequence is not None or not isinstance(head, Head)):
+        hidden_BTC, norm = norm(hidden_BTC), None
     if isinstance(head, Head):
-        return head(hidden_BTC, targets_BT, kernels, **options)
+        return head(hidden_BTC, targets_BT, kernels, norm, **options)
     return losses_of_parts(head(hidden_BTC), targets_BT, kernels, sequence, **options)
 
 

@@ -223,15 +223,16 @@ class Llama(Decoder[LlamaConfig]):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def embed(self, tokens_BT: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
+    def with_positions(self, x: Tensor, num_seen: int, positions_BT: Tensor | None) -> tuple[Tensor, ...]:
         """Return the embeddings of the tokens [B, T, C], and `rope_tables`.
 
         Scores depend on differences of rotary positions alone, so a document's positions need not begin at 0.
         """
         config = self.config
-        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device, num_seen)
-        return self.embed_tokens(tokens_BT), cos, sin  # (8, 2048, 1152)
+        cos, sin = rope_tables(x.shape[1], config.head_dim, config.rope_theta, x.device, num_seen)
+        return x, cos, sin  # (8, 2048, 1152)
 
-    def final_norm(self, x: Tensor) -> Tensor:
-        """Normalise the output of the last block."""
-        return self.norm(x)
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm of the last block's output."""
+        return self.norm

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from zeroshard.flags import is_switch
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name, validate
 from zeroshard.verbs.base import Verb
@@ -56,7 +57,7 @@ def help_of(name: str, verb: Verb, raw: dict[str, Any], *, every: bool = False) 
             flag, values = f"  {_flag(dotted)}", values_in_words(field.annotation)
             default = _default(defaults, dotted) if defaults else default_in_words(field.default)
             text = f"{field.description} (default: {default})"
-            if field.annotation is bool:
+            if is_switch(field.annotation):
                 flag += f", {_off(flag.strip())}"
             if dotted in verb.positionals:
                 flag, values, text = f"  {dotted.upper()}", "", field.description or ""

@@ -159,7 +159,8 @@ class Zero(Engine):
         if reproducible is not None:
             self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
         casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
-        self._handles = [h for u in (root, *others) for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
+        hooked = [root] if self._runtime.in_one_piece else [root, *others]
+        self._handles = [h for u in hooked for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
         self._handles += cast_around(model, self.precision)
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)

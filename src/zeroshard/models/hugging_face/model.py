@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import cache as cached
 from functools import cached_property
 from typing import Any
@@ -81,6 +81,7 @@ class HuggingFaceModel(LanguageModel):
         self._config, self.seed, self.kernels = config, seed, kernels
         device = torch.get_default_device()
         self.hf, self._rules = _built(config)
+        _obey()
         self._blocks_at = _find_blocks(self.hf, config.n_layer)
         theirs: Any = self.hf.config
         self.architecture = theirs.model_type
@@ -310,18 +311,21 @@ def _name_of_cache(kind: type[nn.Module]) -> str:
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
-_is_one: ContextVar[bool] = ContextVar("is_one", default=False)
+class _Documents(threading.local):  # the compiler cannot read a ContextVar
+    is_one = False
+
+
+_documents = _Documents()
 
 
 @contextmanager
 def _one_document(is_one: bool) -> Generator[None]:
     """In this block, if ``is_one``, `transformers` does not search positions for documents: that would synchronize."""
-    _obey()
-    token = _is_one.set(is_one)
+    before, _documents.is_one = _documents.is_one, is_one
     try:
         yield
     finally:
-        _is_one.reset(token)
+        _documents.is_one = before
 
 
 @cached
@@ -331,6 +335,6 @@ def _obey() -> None:
     finds = masking.find_packed_sequence_indices
 
     def asked(position_ids: Tensor) -> Tensor | None:
-        return None if _is_one.get() else finds(position_ids)
+        return None if _documents.is_one else finds(position_ids)
 
     masking.find_packed_sequence_indices = asked

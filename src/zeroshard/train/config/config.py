@@ -31,6 +31,7 @@ from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
     SHORTHANDS,
     TILES,
+    AutoSwitch,
     Config,
     ContractConfig,
     LinkConfig,
@@ -204,7 +205,11 @@ class TrainConfig(Config):
     loss_scale_interval: int = Field(
         2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
     )
-    compile: bool = Field(False, description="torch.compile each block.")
+    compile: AutoSwitch = Field(
+        "auto",
+        description="torch.compile the model: in one graph on one rank, in pieces where ranks communicate. auto: on a "
+        "GPU that has a compiler, but not with reproducible or tiles.",
+    )
     compile_backend: CompileBackend = Field(
         "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
     )
@@ -242,7 +247,12 @@ class TrainConfig(Config):
     @property
     def parts_of_rank(self) -> int | None:
         """``tiles`` of `zeroshard.models.SequenceParallel`: those that are ranks, or one whose bits are a rank's."""
-        return self.tiles_as_ranks if self.reproducible and not self.compile else None
+        return self.tiles_as_ranks if self.reproducible and self.compile != "on" else None
+
+    @property
+    def compiled_parts_keep_all(self) -> bool:
+        """Whether ``compile`` would keep what activation checkpointing is to drop, as attention is not compiled."""
+        return self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective")
 
     @property
     def num_exact_terms(self) -> int:
@@ -316,10 +326,10 @@ class TrainConfig(Config):
             what = f"{self.global_batch_size} already sets how many micro-batches a step has"
             raise UserError("global_batch_size", what, "give it or grad_accum_steps, not both")
         check_tiles(self.tiles, self.model.activation_checkpointing)
-        if self.compile and self.tiles != "none":
+        if self.compile == "on" and self.tiles != "none":
             todo = "leave one out: a compiled block is one graph, whose backward torch writes"
             raise UserError("tiles", f"{self.tiles} with compile", todo)
-        if self.compile and self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective"):
+        if self.compile == "on" and self.compiled_parts_keep_all:
             what = f"{self.model.activation_checkpointing} with compile and sequence_parallel: compiled parts keep all"
             raise UserError("model.activation_checkpointing", what, "leave one out, or recompute blocks by full")
         strategy = strategy_entry(self.strategy)

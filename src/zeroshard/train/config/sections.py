@@ -26,6 +26,14 @@ HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json") 
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 
 
+def _as_switch(raw: Any) -> Any:
+    words = {**dict.fromkeys(("true", "yes", "1"), "on"), **dict.fromkeys(("false", "no", "0"), "off")}
+    return words.get(str(raw).lower(), raw)
+
+
+AutoSwitch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]  # true and false are on and off
+
+
 def _as_text(raw: Any) -> Any:
     return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
 

@@ -19,6 +19,7 @@ from zeroshard.optim.muon import multiplies_bfloat16
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run
+from zeroshard.train.setup.compiled import compiled_in_words
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.probe import compare_updates
 
@@ -65,9 +66,9 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "data": f"{config.data.source}, {size}, tokenizer {config.data.tokenizer} of {corpus.vocab_size:,} ids{rows}",
         "batch": f"{config.micro_batch_size:,} sequences x {micro_batches} x {groups} x "
         f"{config.seq_len:,} tokens = {run.tokens_per_step:,} tokens a step",
-        "compute": f"{config.dtype} on {run.device}{', compiled' if config.compile else ''}"
-        f"{products_in_words(config.dtype, run.device)}, {config.optimizer} with lr {config.lr:g}, torch "
-        f"{torch.__version__}",
+        "compute": f"{config.dtype} on {run.device}{products_in_words(config.dtype, run.device)}, {config.optimizer} "
+        f"with lr {config.lr:g}, torch {torch.__version__}",
+        "compile": compiled_in_words(config, run.device, comm.world_size, len(model.blocks)),
     }
     return {label: said for label, said in lines.items() if said}
 

@@ -38,7 +38,7 @@ from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.config.optimizer_settings import IN_8_BITS, OF_MATRICES, WEIGHTS_IN_BF16
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
-from zeroshard.train.setup.compiled import compile_blocks
+from zeroshard.train.setup.compiled import compile_model
 from zeroshard.zero import STAGES, LocalSteps, Offload, loaded_later
 from zeroshard.zero.core.strategy import SHARD
 
@@ -180,8 +180,8 @@ def sharded(
     if config.sequence_parallel * config.tiles_as_ranks > 1:
         tiles, longest = config.parts_of_rank, config.seq_len
         model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles, longest=longest))
-    if config.compile:
-        compile_blocks(model.blocks, config.compile_backend, device, fullgraph=config.sequence_parallel == 1)
+    if config.compile == "on":
+        compile_model(model, config.compile_backend, device)
 
     agree_on(comm, model_facts(model))
     optimizer_cls, optimizer_kwargs = _optimizer(config)

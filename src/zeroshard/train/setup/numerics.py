@@ -9,12 +9,13 @@ from zeroshard.launch import environment
 from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
+from zeroshard.train.setup.compiled import with_compile
 
 _WITH_TF32 = (8, 0)  # lowest compute capability with TF32: Ampere
 
 
 def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """Set torch's global switches as ``config`` says (TF32, determinism); return ``config`` with its dtype resolved.
+    """Set torch's global switches as ``config`` says (TF32, determinism); return it with dtype and compile resolved.
 
     Raises:
         UserError: TF32 is asked for, and the device does not support it.
@@ -32,7 +33,7 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
         environment.use_deterministic_cublas()
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  the type has it not
-    return with_dtype(config, device)
+    return with_compile(with_dtype(config, device), device)
 
 
 def with_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:

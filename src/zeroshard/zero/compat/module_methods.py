@@ -60,10 +60,10 @@ class ModulePatches:
             own = getattr(type(module), "generate", None)
             if callable(own) and "synced_gpus" in inspect.signature(own).parameters:
                 vars(module)["generate"] = _generate_together(module, runtime)
-        computes_otherwise = any(group.params.full.dtype != group.params.dtype for group in runtime.groups())
-        # Else weights are always unsharded and current.
-        if runtime.rank_groups.shard_group.world_size > 1 or runtime.shard_params or computes_otherwise:
-            self._handles += attach_parts(runtime.all_units(), model, runtime.pre_forward_of_part)
+        # Weights that share the masters' memory are always current.
+        if not runtime.in_one_piece or any(group.params.master_bytes for group in runtime.groups()):
+            hooked = [runtime.root] if runtime.in_one_piece else runtime.all_units()
+            self._handles += attach_parts(runtime.all_units(), hooked, model, runtime.pre_forward_of_part)
 
     def remove(self) -> None:
         """Restore the original methods, and let the model have another engine."""

@@ -116,8 +116,10 @@ class ModuleHooks(UnitHooks):
         return tuple(cast(arg, dtype) for arg in args), {name: cast(arg, dtype) for name, arg in kwargs.items()}
 
 
-def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: Callable[[Unit], None]) -> list[Any]:
-    """Hook each module, but the units' own, that owns parameters of a unit, to call ``pre_forward_of_part`` first.
+def attach_parts(
+    units: Iterable[Unit], hooked: Sequence[Unit], model: nn.Module, pre_forward_of_part: Callable[[Unit], None]
+) -> list[Any]:
+    """Hook modules that own parameters of a unit to call ``pre_forward_of_part`` first; not those of ``hooked`` units.
 
     So a model may call a unit's submodules instead of the unit. In compiled code the hook is traced: inside of the unit
     it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``; see
@@ -127,7 +129,7 @@ def attach_parts(units: Iterable[Unit], model: nn.Module, pre_forward_of_part: C
     handles, pre_forward_of_part = [], uncompiled(pre_forward_of_part)
     for module in model.modules():
         owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
-        others = [unit for unit in owners if unit.module is not module]
+        others = [unit for unit in owners if unit.module is not module or unit not in hooked]
         handles += [module.register_forward_pre_hook(_PartHook(pre_forward_of_part, unit)) for unit in others]
     return handles
 

@@ -4,6 +4,11 @@ Beside the core's `Passes` it follows recomputation inside backward, submodules 
 several forwards before one backward and graphs of backwards; it keeps weights unsharded for `full_params`, and
 shows gradients in ``param.grad``. Ranks agree by an `Agreement`, and synchronise the model's buffers.
 
+[Note: One piece]
+    In a world of one rank whose state is on the device nothing is sent, freed or awaited at a unit's call: the root's
+    forward makes all weights current, and the end of its backward reduces all gradients. Units then have no hooks, so a
+    compiled model is one graph.
+
 [Note: Ahead of a gather]
     A reduction in flight keeps its unit's local gradients in memory. Where weights are gathered one unit ahead,
     collectives are issued in this order (`schedule`)::
@@ -150,6 +155,12 @@ class Runtime(Passes[Unit, FlatGroup]):
             self.num_ahead = 0 if self.gathers_behind else self.prefetch
         self.shard_grads = self.shard_grads or self.grads_leave
 
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether nothing happens at the calls of units: [Note: One piece]."""
+        comes_and_goes = self.comm.world_size > 1 or self.gathers_in_turn or self.grads_leave
+        return not comes_and_goes and all(group.grads.keep_local for group in self.groups())
+
     def streams_of(self, groups: Iterable[FlatGroup]) -> Streams:
         """The streams of the device that these groups have in common."""
         return self._streams[next((group.params.full.device for group in groups), torch.device("cpu"))]
@@ -178,7 +189,9 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def pre_forward_of_part(self, unit: Unit) -> None:
         """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts] in `module_hooks`."""
-        if in_backward():
+        if self.in_one_piece:
+            pass  # nothing to walk, and nothing is freed
+        elif in_backward():
             self._pre_recompute(unit)
         else:
             if unit is not self.root:
@@ -202,9 +215,12 @@ class Runtime(Passes[Unit, FlatGroup]):
         self._grad_hooks.apply_assigned_grads()  # before this forward takes memory: frees gradients set to None
         self._grad_hooks.attach_trained()
         self._called_by_parts = {}
+        in_one_piece = self.in_one_piece
         for unit in self.all_units():
-            unit.entered = False
+            unit.entered = in_one_piece
         super()._begin_forward()
+        for unit in self.units if in_one_piece else ():
+            unit.wait_for_unshard()
         self.forward = self._forwards.begin(grads=torch.is_grad_enabled())
 
     def _reach(self, unit: Unit) -> None:
