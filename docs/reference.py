@@ -59,7 +59,7 @@ def _train_page() -> str:
         "# Settings of a training run\n",
         f"`zeroshard train [--config FILE.toml] [FLAGS]`: {verb.summary}\n",
         "Each setting is a flag and a key of a TOML file; flags win over the file, and the file over the defaults. "
-        "A switch such as `--compile` is turned off by `--no-compile`, and is `true` or `false` in a file. "
+        "A switch such as `--fused` is turned off by `--no-fused`, and is `true` or `false` in a file. "
         "A list takes several words after its flag, and is a list in a file. "
         "An underscore may stand for a hyphen in a flag. "
         + " ".join(f"`--{table} NAME` stands for `--{table}.{key} NAME`." for table, key in SHORTHANDS.items())

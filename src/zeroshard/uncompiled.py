@@ -4,7 +4,8 @@ A module's hooks belong to its call, so dynamo would trace them when the module 
 each collective, and compile parts of the engine again for each unit. A function that has gone through `uncompiled` ends
 the graph before it and runs as in eager mode, with all that it calls. A unit's ``forward`` is then one graph, whether
 the unit was compiled (``block.compile()``) or the model around it (``torch.compile(model)``). FSDP2 does the same
-(``_dynamo_disable`` in ``torch/distributed/fsdp/_fully_shard``).
+(``_dynamo_disable`` in ``torch/distributed/fsdp/_fully_shard``). In a world of one rank units have no hooks, and the
+model is one graph: [Note: One piece] in `zeroshard.zero.runtime.runtime`.
 
 [Note: Hooks inside of a unit]
     `zeroshard.zero.runtime.module_hooks.attach_parts` hooks modules that are inside of a unit, where an end of the
@@ -21,7 +22,10 @@ from typing import TypeVar
 import torch
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_REASON = "zeroshard gathers weights and reduces gradients here; compile blocks instead, by block.compile()"
+_REASON = (
+    "zeroshard gathers weights and reduces gradients here, between graphs; leave fullgraph out, or compile blocks "
+    "instead, by block.compile()"
+)
 
 
 def uncompiled(function: _Function) -> _Function:

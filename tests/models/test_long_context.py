@@ -292,11 +292,11 @@ def test_tiles_are_refused_with_compile_and_without_a_known_layer():
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # torch's compiler looks at the block's input
 def test_compiled_blocks_keep_their_inputs_on_the_host_too(build, batch, backend):
-    from zeroshard.train.setup.compiled import compile_blocks
+    from zeroshard.train.setup.compiled import compile_model
 
     gc.collect()
     model = build(replace(SHALLOW, activation_checkpointing="offload"))
-    compile_blocks(model.blocks, backend, torch.device("cpu"))
+    compile_model(model, backend, torch.device("cpu"))
     assert_close(gradients(model, *batch), gradients(build(SHALLOW), *batch))
     assert slot_bytes() == room(INPUT_BYTES)
 

@@ -18,7 +18,7 @@ from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_se
 from zeroshard.models.adapters import Lora
 from zeroshard.models.hugging_face.config import config_of
 from zeroshard.models.lora import built_with_lora
-from zeroshard.train.setup.compiled import compile_blocks
+from zeroshard.train.setup.compiled import compile_model
 from zeroshard.zero import Zero
 
 VOCAB, SEQ_LEN, EOS, IGNORED = 61, 16, 5, -100
@@ -410,7 +410,7 @@ def test_compiled_blocks_are_graphs_before_and_after_attention(how):
         model = config.build(seed=1)
         model.share_sequences(SequenceParallel(NullCommunicator(2)))
         if compiled:
-            compile_blocks(model.blocks, "aot_eager", torch.device("cpu"), fullgraph=False)
+            compile_model(model, "aot_eager", torch.device("cpu"))
         model(tokens, targets).backward()
         found.append([param.grad for param in model.parameters()])
     assert counters["stats"]["unique_graphs"] >= 2

@@ -3,13 +3,19 @@ import torch
 from torch import nn
 
 from tiny_runs import built
+from zeroshard.comm.backends.null import NullCommunicator
 from zeroshard.errors import UserError
+from zeroshard.flags import flags_of, read_flags
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run
-from zeroshard.train.setup.compiled import compile_blocks
+from zeroshard.train.setup.compiled import compile_model, compiled_in_words, with_compile
 
 CPU = torch.device("cpu")
 SHAPE = {"name": "gpt2-demo", "n_layer": 9, "n_embd": 16, "n_head": 2}  # more blocks than dynamo allows variants
+pytestmark = pytest.mark.filterwarnings(  # of dynamo's, as it reads a graph's inputs and functions
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:.*Function.* should not be instantiated"
+)
 
 
 def losses_and_graphs(comm, config):
@@ -27,54 +33,81 @@ def losses_and_graphs(comm, config):
     return losses, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["zero3", *(pytest.param(name, marks=pytest.mark.soak) for name in ("ddp", "fsdp2"))]
+    ("strategy", "num_ranks", "graphs"),
+    [
+        ("zero3", 1, 2),  # with gradients and without
+        ("zero2", 2, 6),  # before the blocks, one for all of them, after them
+        *(pytest.param(*row, marks=[pytest.mark.soak, pytest.mark.slow]) for row in [("ddp", 2, 2), ("fsdp2", 2, 6)]),
+    ],
 )
-def test_compiled_blocks_train_as_before_and_share_their_graphs(strategy, tiny_config, gloo_ranks, tmp_path):
+def test_compiled_runs_train_as_before(strategy, num_ranks, graphs, tiny_config, gloo_ranks, tmp_path):
     found = {}
-    for compiled in (False, True):
+    for compiled in ("off", "on"):
         config = tiny_config(
             model={**SHAPE, "activation_checkpointing": "selective" if strategy == "zero3" else "none"},
             strategy=strategy,
             compile=compiled,
             compile_backend="aot_eager",
-            out=str(tmp_path / str(compiled)),
+            out=str(tmp_path / compiled),
         )
-        found[compiled] = gloo_ranks(2).run(losses_and_graphs, config)
-    for (eager, none), (losses, num_graphs) in zip(found[False], found[True], strict=True):
-        assert (none, num_graphs) == (0, 2)  # with gradients and without
+        if strategy.startswith("zero"):
+            found[compiled] = [losses_and_graphs(NullCommunicator(num_ranks), config)]
+        else:
+            found[compiled] = gloo_ranks(num_ranks).run(losses_and_graphs, config)
+    for (eager, none), (losses, num_graphs) in zip(found["off"], found["on"], strict=True):
+        assert (none, num_graphs) == (0, graphs)
         assert losses == pytest.approx(eager, rel=1e-5)
 
 
-class Breaks(nn.Module):
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return x + 1
+def test_a_model_that_cannot_be_compiled_is_one_line():
+    def fails(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    model = nn.Linear(2, 2)
+    compile_model(model, fails, CPU)
+    with pytest.raises(
+        UserError, match=r"^compile: torch.compile cannot compile .*no such instruction.*; use --compile off$"
+    ):
+        model(torch.ones(2, 2))
 
 
-def test_a_block_that_cannot_be_compiled_whole_is_an_error_and_not_slow():
-    block = Breaks()
-    compile_blocks([block], "eager", CPU)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        block(torch.ones(1))
-
-
-def test_a_missing_compiler_is_said_at_once(tiny_config, monkeypatch):
+def test_a_missing_compiler_is_said_at_once(tiny_config):
     from torch._inductor import config, cpp_builder
 
     cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(UserError) as refused:
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(UserError) as refused:
         built(tiny_config(compile=True))
+    cpp_builder.cpp_compiler_search.cache_clear()
     assert str(refused.value) == (
         "compile: no C++ compiler works here; install g++ or name one in CXX, "
-        "or use --no-compile or --compile-backend aot_eager"
+        "or use --compile off or --compile-backend aot_eager"
     )
     built(tiny_config(compile=True, compile_backend="eager"))
 
 
-def test_kernels_for_cuda_need_triton(monkeypatch):
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
-    with pytest.raises(UserError, match=r"compile: kernels for CUDA are written in Triton, which is not here; "):
-        compile_blocks([], "inductor", torch.device("cuda"))
+AUTO = """
+cpu | | off (auto: on a GPU alone)
+cuda | | on (auto): the model is one graph; the first step may take 24 s
+cuda | --compile | on: the model is one graph; the first step may take 24 s
+cuda | --compile=yes --compile-backend eager | on: the model is one graph
+cuda | --no-compile |
+cuda | --compile off |
+cuda | --reproducible 2 | off (auto: not with reproducible)
+cuda | --reproducible 2 --compile on | on: one code for all blocks, and graphs before and after them; the first step may take 10 s
+cuda | --tiles 2 --model.activation-checkpointing full | off (auto: not with tiles)
+cuda | --sequence-parallel 2 --model.activation-checkpointing selective | off (auto: not with sequence_parallel)
+cuda | --sequence-parallel 2 --compile auto | on (auto): one code for all blocks, and graphs before and after them; attention of shared sequences is not compiled; the first step may take 10 s
+cuda without Triton | | off (auto: kernels for CUDA are written in Triton, which is not here)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("row", AUTO.strip().splitlines())
+def test_what_is_compiled_is_said(row, monkeypatch):
+    where, words, said = map(str.strip, row.split("|"))
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: where == "cuda")
+    raw = read_flags(words.split(), flags_of(TrainConfig, {}))
+    device = torch.device(where.partition(" ")[0])
+    config = with_compile(TrainConfig.model_validate(raw), device)
+    assert config.compile in ("on", "off")
+    assert compiled_in_words(config, device, 2 if "parallel" in words else 1, 12) == said

@@ -17,7 +17,7 @@ REFUSED = """
 --seq-len 0 | seq_len: 0 is below 1; give 1 or more
 --beta1 1 | beta1: 1 is not below 1; give a number below 1
 --port 70000 | port: 70000 is above 65535; give 65535 or less
---compile=perhaps | compile: 'perhaps' is neither true nor false; give true or false
+--compile=perhaps | compile: 'perhaps' is not a choice; choose one of auto, on, off
 --model= | model.name: is empty; give a name
 --model.n-embd 100 --model.n-head 3 | model.n_head: 3 heads do not divide a width of 100; choose n_head so that n_embd
 --model.n-head 6 --model.n-kv-head 4 | model.n_kv_head: 4 key heads do not divide 6 heads; choose n_kv_head so that

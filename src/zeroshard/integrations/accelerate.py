@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         if getattr(self, "parallelism_config", None) is not None:
             raise UserError("parallelism_config", "Zero is data-parallel alone", "leave it out")
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
-            todo = "leave it out and compile the blocks before prepare: `for block in blocks: block.compile()`"
+            todo = "leave it out and compile the model in place before prepare: `model.compile()`"
             raise UserError("dynamo_plugin", "a compiled model hides its blocks from Zero", todo)
 
     # -- prepare ----------------------------------------------------------------------------------------------

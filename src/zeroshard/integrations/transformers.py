@@ -38,7 +38,7 @@ _REFUSED = {
     "parallelism_config": ("Zero is data-parallel alone", "leave it out"),
     "torch_compile": (
         "a compiled model hides its blocks from Zero",
-        "leave it out and compile the blocks before: `for block in blocks: block.compile()`",
+        "leave it out and compile the model in place before: `model.compile()`",
     ),
     "bf16_full_eval": ("the engine's buffers hold the weights", "use bf16, which evaluates in bf16 too"),
     "fp16_full_eval": ("the engine's buffers hold the weights", "use fp16, which evaluates in fp16 too"),

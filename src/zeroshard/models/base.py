@@ -59,7 +59,7 @@ class LanguageModel(nn.Module, ABC):
     Python's types cannot express "this protocol and that class".
 
     Attributes:
-        blocks: the repeated blocks, in order of execution; each block is compiled and recomputed separately.
+        blocks: the repeated blocks, in order of execution; each block is recomputed separately.
         num_multiplied_params: N of :func:`flops_per_token`; counted when the model is built, so that it stays
             right after an engine has sharded the parameters.
         seed: seed of the initial values.

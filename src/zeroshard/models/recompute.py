@@ -13,7 +13,7 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv
 Korthikanti et al. 2022, "Reducing Activation Recomputation", https://arxiv.org/abs/2205.05198.
 
 Checkpointing wraps the block's ``forward``, not its ``__call__``. So hooks on the block (such as a sharding engine's)
-run once and are not recomputed, and `torch.compile` may wrap the result.
+run once and are not recomputed, and `torch.compile` may read it.
 
 [Note: Attention that draws]
     A block's second run restores the random generator's state once, at its start. If the output of attention with
@@ -124,18 +124,6 @@ def change_forward(block: nn.Module, change: Callable[[Callable[..., Any]], Call
         block.forward.run = change(block.forward.run)
     else:
         block.forward = change(block.forward)
-
-
-def change_recomputed(block: nn.Module, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what a block's forward runs twice by ``change`` of it; of a block that keeps everything, all of it."""
-
-    def inside(forward: Callable[..., Any]) -> Callable[..., Any]:
-        if _is_recomputed(forward):
-            inner, kept, random = forward.args
-            return partial(_run, change(inner), kept, random)
-        return change(forward)
-
-    change_forward(block, inside)
 
 
 def keep_random_state(blocks: Iterable[nn.Module]) -> None:

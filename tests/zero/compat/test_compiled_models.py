@@ -10,7 +10,7 @@ from torch import nn
 
 from nets import Net, recomputed
 from zeroshard.comm.backends.null import NullCommunicator
-from zeroshard.zero import Zero
+from zeroshard.zero import MixedPrecision, Zero
 
 NUM_BLOCKS = 9  # more than dynamo allows variants of one function
 pytestmark = pytest.mark.filterwarnings(
@@ -66,28 +66,43 @@ def model(net, backend):
     return torch.compile(net, backend=backend)
 
 
+def whole(net, backend):
+    return torch.compile(net, backend=backend, fullgraph=True)
+
+
+def whole_forward(net, backend):
+    net.forward = torch.compile(net.forward, backend=backend, fullgraph=True)
+    return net
+
+
 def in_place(net, backend):
     net.compile(backend=backend)
     return net
 
 
-def trained(stage, compiles=None, before=False, **kwargs):
-    """Losses of four steps and the last weights; graphs after each step and after an evaluation; breaks."""
+def trained(stage, compiles=None, before=False, num_ranks=2, dtype=None, changes=None, **kwargs):
+    """Losses of four steps and the last weights; graphs after each step and after an evaluation; breaks.
+
+    ``changes``: what becomes of the weights after each step.
+    """
     torch.manual_seed(0)
     net, counts = Net(NUM_BLOCKS, Block, **kwargs), Counts()
     called = net
     if compiles and before:
         called = compiles(net, counts)
-    zero = Zero(net, stage, comm=NullCommunicator(2), units=list(net.blocks))
+    precision = MixedPrecision(dtype)
+    zero = Zero(net, stage, comm=NullCommunicator(num_ranks), units=list(net.blocks), precision=precision)
     optim = zero.optimizer(torch.optim.SGD, lr=0.1)
     if compiles and not before:
         called = compiles(net, counts)
     losses, graphs = [], []
     for step in range(4):
-        loss = called(torch.ones(4, 6) * step).square().mean()
+        loss = called(torch.ones(4, 6) * step).float().square().mean()
         loss.backward()
         optim.step()
         optim.zero_grad()
+        if changes is not None:
+            changes(zero)
         losses.append(loss.item())
         graphs.append(counts.graphs)
     with torch.no_grad():
@@ -113,6 +128,38 @@ def test_compiled_blocks_are_one_graph_without_a_break(stage, compiles, before, 
     same(found, expected)
     assert graphs == [1, 1, 1, 1, 2]  # the second without gradients
     assert breaks == 0
+
+
+def written(zero):
+    with zero.full_params(write_back=True), torch.no_grad():
+        for param in zero.model.parameters():
+            param.mul_(0.5)
+
+
+def loaded(zero):
+    zero.load_state_dict({name: value * 0.5 for name, value in zero.state_dict().items()})
+
+
+def called_in_part(zero):
+    """A block alone, after a step: in 16 bits its weights are older than their masters until it is called."""
+    block = zero.model.blocks[1]
+    with torch.no_grad():
+        assert not block(torch.ones(4, 6, dtype=block.linear.weight.dtype)).isnan().any()
+
+
+@pytest.mark.pairwise("stage", "compiles")
+@pytest.mark.parametrize("changes", [None, written, loaded, called_in_part])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
+@pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
+@pytest.mark.parametrize("compiles", [whole, whole_forward, in_place])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_one_rank_a_compiled_model_is_one_graph_of_current_weights(stage, compiles, before, path, dtype, changes):
+    kwargs = {"num_ranks": 1, "dtype": dtype, "changes": changes, **({"path": path} if path else {})}
+    expected, _, _ = trained(stage, **kwargs)
+    found, graphs, _ = trained(stage, compiles, before, **kwargs)
+    same(found, expected)
+    assert graphs == [1, 1, 1, 1, 2]  # the second without gradients
 
 
 @pytest.mark.pairwise("compiles")
@@ -175,7 +222,9 @@ def test_a_compiled_optimizer_step_is_one_graph():
 def test_one_graph_of_a_whole_model_is_refused_with_the_way_out():
     net = Net(2)
     Zero(net, 3, comm=NullCommunicator(2), units=list(net.blocks))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile blocks instead, by block\.compile\(\)"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"leave fullgraph out, or compile blocks instead, by block"
+    ):
         torch.compile(net, backend="eager", fullgraph=True)(torch.ones(4, 6))
 
 

@@ -43,8 +43,8 @@ def _said_in_a_line(compiled: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            first = next(iter(str(error).strip().splitlines()), "")
-            what = f"torch.compile cannot compile this model ({type(error).__name__}: {shortened(first, 200)})"
+            said = " ".join(filter(None, str(error).splitlines()[:2]))  # the backend, and what it raised
+            what = f"torch.compile cannot compile this model ({type(error).__name__}: {shortened(said, 200)})"
             raise UserError("compile", what, "use --compile off") from error
 
     return forward
