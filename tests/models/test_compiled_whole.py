@@ -34,9 +34,7 @@ CASES = [
     *(pytest.param(*case, marks=pytest.mark.soak) for case in PAIRS if case not in QUICK),
 ]
 
-pytestmark = pytest.mark.filterwarnings(  # of dynamo's, as it reads a graph's inputs and functions
-    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:.*Function.* should not be instantiated"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Graphs:

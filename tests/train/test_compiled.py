@@ -13,9 +13,7 @@ from zeroshard.train.setup.compiled import compile_model, compiled_in_words, wit
 
 CPU = torch.device("cpu")
 SHAPE = {"name": "gpt2-demo", "n_layer": 9, "n_embd": 16, "n_head": 2}  # more blocks than dynamo allows variants
-pytestmark = pytest.mark.filterwarnings(  # of dynamo's, as it reads a graph's inputs and functions
-    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:.*Function.* should not be instantiated"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 def losses_and_graphs(comm, config):
