@@ -111,9 +111,9 @@ def test_what_ranks_compute_otherwise_is_refused_before_the_first_longer_row(mak
 class _Stretched(Llama):
     """A model of one's own that extends one of ours, and rotates less in longer rows."""
 
-    def embed(self, tokens, num_seen, positions):
-        x, cos, sin = super().embed(tokens, num_seen, positions)
-        return x, *((cos, sin) if tokens.shape[1] <= THRESHOLD else (cos.clone().fill_(1.0), sin * 0))
+    def with_positions(self, x, num_seen, positions):
+        x, cos, sin = super().with_positions(x, num_seen, positions)
+        return x, *((cos, sin) if x.shape[1] <= THRESHOLD else (cos.clone().fill_(1.0), sin * 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -158,8 +158,8 @@ class Runtime(Passes[Unit, FlatGroup]):
     @property
     def in_one_piece(self) -> bool:
         """Whether nothing happens at the calls of units: [Note: One piece]."""
-        comes_and_goes = self.comm.world_size > 1 or self.gathers_in_turn or self.grads_leave
-        return not comes_and_goes and all(group.grads.keep_local for group in self.groups())
+        weights_move = self.comm.world_size > 1 or self.shard_params or self.gathers_in_turn
+        return not (weights_move or self.grads_leave) and all(group.grads.keep_local for group in self.groups())
 
     def streams_of(self, groups: Iterable[FlatGroup]) -> Streams:
         """The streams of the device that these groups have in common."""
