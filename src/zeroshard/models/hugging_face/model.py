@@ -170,7 +170,7 @@ class HuggingFaceModel(LanguageModel):
             else:
                 hidden_BTC = hf.base_model(**given)[0]
                 head = self.hf.get_submodule(self._head)
-                return head_loss(head, hidden_BTC, targets_BT, self.kernels, sequence, **self.loss_options)
+                return head_loss(head, hidden_BTC, targets_BT, self.kernels, sequence, None, **self.loss_options)
         if isinstance(cache, HuggingFaceCache):
             cache.inner = output[_name_of_cache(type(hf))]
             cache.num_seen += tokens_BT.shape[1]
