@@ -31,7 +31,7 @@ def test_the_command_trains_what_was_planned():
     run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig, SHORTHANDS)))
     assert (run.model.name, run.lora.rank, run.strategy, run.nproc, run.nnodes) == ("llama-tiny", 8, "zero2", 8, "2")
     assert (run.shard_size, run.micro_batch_size, run.grad_accum_steps, run.dtype) == (8, 2, 2, "bfloat16")
-    assert (run.seq_len, run.reduce_dtype, run.compile) == (128, "bfloat16", True)
+    assert (run.seq_len, run.reduce_dtype, run.compile) == (128, "bfloat16", "on")
     assert run.max_steps == -(-(10**6) // (64 * 128))
 
 
