@@ -29,13 +29,20 @@ def write_run(
     status: str = "ok",
     link: dict | None = None,
     named: Mapping[str, float] | None = None,
+    lr: float = 1e-3,
 ) -> Path:
-    """A run folder as the trainer writes it; ``named``: losses of further validation sets."""
+    """A run folder as the trainer writes it; ``named``: losses of further validation sets; losses fall with ``lr``."""
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(dump_toml(TrainConfig(max_steps=num_steps, warmup_steps=0)))
+    (folder / "config.toml").write_text(dump_toml(TrainConfig(max_steps=num_steps, warmup_steps=0, lr=lr, min_lr=0)))
     lines = [{"event": "start", "step": 0, "world_size": 2, "tokens_per_step": 64, "link": link or {}}]
     for step in range(1, num_steps + 1):
-        facts = {"loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "step_s": 0.1 if step > 2 else 9.0, "mfu": None}
+        facts = {
+            "loss": 5.0 - step / 10 - lr + 1e-3,
+            "grad_norm": 1.0,
+            "lr": lr,
+            "step_s": 0.1 if step > 2 else 9.0,
+            "mfu": None,
+        }
         lines.append({"event": "step", "step": step, "tokens": 64 * step, "tokens_per_s": 640.0, **facts})
         lines[-1] |= {"memory_bytes": {"params": 100, "grads": 50 + step}, "comm": {"all_reduce": 8}}
         lines[-1] |= {"exposed_s": {"grads/backward": 0.02, "control": 0.01}, "skipped": False}

@@ -1,6 +1,7 @@
 """`zeroshard report`: what is on the page, what is said of folders that are not whole, and what it costs."""
 
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,6 +15,8 @@ from zeroshard.cli import main
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.report.figures import figures_of
 from zeroshard.lab.report.page import render
+from zeroshard.lab.report.run_figures import smoothed
+from zeroshard.lab.report.table import table_of
 
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
@@ -70,7 +73,7 @@ def test_throughput_has_a_line_for_each_stage_and_a_place_for_each_bandwidth(fig
 def test_further_validation_sets_are_in_the_figure_of_losses_and_in_the_table(tmp_path):
     write_run(tmp_path / "run", named={"maths": 1.5, "<b>code": 2.5})
     (figure,) = [each for each in figures_of(gather([tmp_path]))[0] if each.name == "loss"]
-    points = {series.name.partition(" (")[2]: series.y for series in figure.series if series.mark == "points"}
+    points = {series.name.partition(" (")[2]: series.y for series in figure.series if series.marker}
     assert points == {"validation)": (4.0,), "val_loss/maths)": (1.5,), "val_loss/<b>code)": (2.5,)}
     assert main(["report", str(tmp_path)]) == 0
     assert "4.0000, maths 1.5000, &lt;b&gt;code 2.5000" in _page(tmp_path)
@@ -105,10 +108,35 @@ def test_memory_stacks_to_what_a_rank_holds_beside_its_plan(figures):
 
 def test_curves_of_the_same_bits_are_one(figures):
     figure = figures["loss"]
-    assert [series.name for series in figure.series if series.mark == "line"] == ["zero0, 100 Mbit/s"]
+    assert [series.name for series in figure.series if not series.marker] == ["zero0, 100 Mbit/s"]
     assert figure.caption.startswith("Equal to zero0, 100 Mbit/s to the bit, and under its curve: ")
     assert figure.caption.endswith(" and 5 more.")
     assert figure.curves
+
+
+def test_runs_of_one_strategy_have_colours_and_names_of_their_own(tmp_path):
+    for place, rate in enumerate((0.1, 0.2, 0.3, 0.4)):
+        write_run(tmp_path / f"run{place}", lr=rate)
+    contents = gather([tmp_path])
+    (figure,) = [each for each in figures_of(contents)[0] if each.name == "loss"]
+    curves = [series for series in figure.series if not series.marker]
+    assert [series.name for series in curves] == [f"run{place}: lr 0.{place + 1}" for place in range(4)]
+    assert len({series.colour for series in curves}) == 4
+    assert table_of(contents.entries).apart == "They differ in lr (0.1, 0.2, 0.3, 0.4)."
+    assert main(["report", str(tmp_path)]) == 0
+    assert "They differ in lr (0.1, 0.2, 0.3, 0.4)." in _page(tmp_path)
+
+
+def test_a_long_curve_is_smoothed_before_what_was_measured():
+    points = [(step, 4.0 + (-1) ** step) for step in range(1, 601)]
+    shown = smoothed(points)
+    assert [step for step, _ in shown] == [step for step, _ in points]
+    assert all(abs(loss - 4.0) < 0.1 for _, loss in shown[60:])
+    line = [(step, 5.0 - step / 100) for step in range(600)]
+    assert all(abs(loss - line[step][1]) < 0.01 for step, loss in smoothed(line)[150:450])  # it does not lag
+    assert smoothed(points[:20]) == points[:20]
+    assert math.isnan(smoothed([*points, (601, math.nan), (602, 4.0)])[600][1])
+    assert math.isfinite(smoothed([*points, (601, math.nan), (602, 4.0)])[601][1])
 
 
 def test_the_page_asks_nobody_for_anything(sweep):

@@ -32,7 +32,9 @@ def test_the_report_of_a_run_has_its_curves_its_header_and_its_times(text_config
     for figure in figures:
         assert figure.name == "memory" or len(figure.series[0].x) >= 5
     (loss,) = (figure for figure in figures if figure.name == "loss")
-    assert [series.mark for series in loss.series] == ["line", "points"]  # and the validation losses
+    assert [series.mark for series in loss.series] == ["line", "line"]  # and the validation losses
+    assert [bool(series.marker) for series in loss.series] == [False, True]
+    assert loss.series[0].colour != loss.series[1].colour
     assert missing[-1].startswith("Predicted against measured: ")
     header = dict(header_of(run))
     assert {"command", "started", "took", "host", "model", "data", "batch", "tokens", "loss"} <= header.keys()

@@ -18,6 +18,7 @@ GREY = "#999999"
 CYCLE = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, BLACK, YELLOW)
 MARKERS = ("circle", "square", "diamond", "triangle", "cross", "star")
 SET_MARKERS = ("diamond", "square", "triangle", "cross", "star", "circle")  # of validation sets; first the run's own
+FAINT = 0.35  # opacity of a faint line
 LONGEST_TICK, LONGEST_NAME = 28, 60  # most characters of a tick label, and of a name in the legend
 Mark = Literal["line", "points", "bar"]
 
@@ -51,6 +52,7 @@ class Series:
     marker: str = ""  # one of `MARKERS`; empty: a line without markers
     dashed: bool = False  # whether a line is dashed
     hatched: bool = False  # whether bars are hatched
+    faint: bool = False  # whether a line is pale and thin, behind others: what was measured, below its smoothed course
     # whether each point is drawn hollow, because it is not comparable with others; empty: none is
     hollow: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()  # text that the page shows for each mark under the pointer

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zeroshard.lab.report.figure import LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
+from zeroshard.lab.report.figure import FAINT, LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
 
 # Configuration of plotly.js. No button may send a figure to another server.
 CONFIG = {"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"]}
@@ -104,6 +104,8 @@ def _trace(series: Series) -> dict[str, Any]:
         mode = "markers" if series.mark == "points" else "lines+markers" if series.marker else "lines"
         trace |= {"type": "scatter", "mode": mode, "marker": {"symbol": symbols, "size": 9, "color": series.colour}}
         trace["line"] = {"color": series.colour, "width": 2, "dash": "dash" if series.dashed else "solid"}
+        if series.faint:
+            trace |= {"opacity": FAINT, "hoverinfo": "skip", "line": {"color": series.colour, "width": 1}}
     if series.errors is not None:
         below, above = series.errors
         trace["error_y"] = {

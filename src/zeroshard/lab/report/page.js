@@ -36,7 +36,7 @@ function smoothed(values, weight) {
 function dataOf(drawing, index) {
   const slider = document.querySelector(`[data-smooth="${index}"]`), weight = slider ? Number(slider.value) : 0;
   const data = isDark() ? recoloured(drawing.data) : drawing.data;
-  return weight ? data.map(line => line.mode === "lines" ? {...line, y: smoothed(line.y, weight)} : line) : data;
+  return weight ? data.map(line => line.mode === "lines" && !line.opacity ? {...line, y: smoothed(line.y, weight)} : line) : data;
 }
 
 // The page's columns say how wide a figure is, and its drawing how high. plotly.js's own `responsive` asks the element

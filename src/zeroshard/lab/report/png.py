@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from zeroshard.lab.report.figure import LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
+from zeroshard.lab.report.figure import FAINT, LONGEST_NAME, LONGEST_TICK, Axis, Figure, Series, cut
 
 WIDTH, HEIGHT, DPI = 8.0, 4.3, 110  # inches, dots an inch
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "X", "star": "*"}
@@ -74,6 +74,7 @@ def _mark(axes: Any, series: Series) -> None:
         color=series.colour,
         label=name,
         capsize=2,
+        **({"alpha": FAINT, "linewidth": 0.8} if series.faint else {}),
     )
     hollow = [place for place, doubtful in enumerate(series.hollow) if doubtful]
     if hollow:

@@ -30,6 +30,8 @@ from zeroshard.lab.run_folders import RunResult
 from zeroshard.train.records.records import in_memory, is_on_disk
 
 MOST_LINES = 12
+MOST_SETTINGS = 3  # in which a run differs, in the name of its curve
+SMOOTHED_FROM, SMOOTHED_OVER = 60, 30  # points; of N points about N / 30 on each side count
 MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
 MOST_POINTS = 400  # most points of a curve
 MIB, GIB = 2**20, 2**30
@@ -56,7 +58,10 @@ CATEGORY_COLOURS = {
 
 
 def loss(entries: Sequence[Entry]) -> list[Figure]:
-    """Loss by step, in the colour of the strategy. Bit-identical curves are drawn once; the caption names them."""
+    """Loss by step, smoothed, with what was measured behind it, and the validation losses.
+
+    The first curve of a strategy has its colour. Bit-identical curves are drawn once; the caption names them.
+    """
     curves: dict[tuple[tuple[int, float], ...], list[Entry]] = defaultdict(list)
     for entry in sorted(entries, key=rank_of_strategy):
         run = entry.first
@@ -68,29 +73,71 @@ def loss(entries: Sequence[Entry]) -> list[Figure]:
     drawn_in: defaultdict[str, int] = defaultdict(int)  # curves by colour
     for index, (points, group) in enumerate(list(curves.items())[:MOST_LINES]):
         colour = style(group[0].strategy, index)[0]
-        if drawn_in[colour] > 1:  # a solid and a dashed curve have this colour already: the next one gets another
-            colour = next((each for each in CYCLE if drawn_in[each] < 2), colour)
+        if drawn_in[colour]:
+            colour = min(CYCLE, key=drawn_in.__getitem__)
         dashed = drawn_in[colour] % 2 == 1
         drawn_in[colour] += 1
-        shown = thinned(points)
-        x, y = tuple(float(step) for step, _ in shown), tuple(value for _, value in shown)
-        series.append(Series(group[0].label, "line", colour, x, y, dashed=dashed))
+        name = _name_of(group[0])
+        if len(points) >= SMOOTHED_FROM:
+            series.append(_line("", colour, points, faint=True))
+        series.append(_line(name, colour, smoothed(points), dashed=dashed))
         run = group[0].first
         if run is not None and run.evaluations and len(curves) <= MOST_LINES // 2:
-            series += _evaluations(group[0].label, run, colour)
+            series += _evaluations(name, run, colour if len(curves) > 1 else VERMILLION)
     caption = f"{len(curves) - MOST_LINES} more curves are not drawn. " if len(curves) > MOST_LINES else ""
     caption += " ".join(_equal_to(group) for group in curves.values() if len(group) > 1)
     return [Figure("loss", "Loss", Axis("step"), Axis("nats per token"), tuple(series), caption.strip(), curves=True)]
 
 
+def _name_of(entry: Entry) -> str:
+    """Its label, with the settings in which it differs if these are few and the label does not say them."""
+    differs = entry.rest()
+    return (
+        entry.label if differs in ("", entry.label) or len(entry.apart) > MOST_SETTINGS else f"{entry.label}: {differs}"
+    )
+
+
+def _line(
+    name: str, colour: str, points: Sequence[tuple[int, float]], *, dashed: bool = False, faint: bool = False
+) -> Series:
+    x, y = zip(*thinned(points), strict=True)
+    return Series(name, "line", colour, tuple(map(float, x)), y, dashed=dashed, faint=faint)
+
+
+def smoothed(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Each value's mean with those before and after it, which count less the further away; few points stay as they are.
+
+    Values that are not finite are passed on, and count nowhere.
+    """
+    if len(points) < SMOOTHED_FROM:
+        return points
+    values, keep = [value for _, value in points], 1 - SMOOTHED_OVER / len(points)
+    sides = zip(_sums(values, keep), reversed(_sums(values[::-1], keep)), strict=True)
+    found = []
+    for (step, value), ((before, before_weight), (after, after_weight)) in zip(points, sides, strict=True):
+        mean = (before + after - value) / (before_weight + after_weight - 1)  # the value is in both
+        found.append((step, mean if math.isfinite(value) else value))
+    return found
+
+
+def _sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+    """Sums of the values up to each, and of their weights: powers of ``keep``."""
+    total, weight, found = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        found.append((total, weight))
+    return found
+
+
 def _evaluations(label: str, run: RunResult, colour: str) -> list[Series]:
-    """The losses of the validation set and of each further set, as points."""
+    """The losses of the validation set and of each further set, as lines with a mark at each evaluation."""
     steps = tuple(float(each.step) for each in run.evaluations)
     of_set = {"validation": tuple(each.loss for each in run.evaluations)}
     for name in run.validation_sets:
         of_set[NAMED + name] = tuple(each.named.get(name, math.nan) for each in run.evaluations)
     return [
-        Series(f"{label} ({name})", "points", colour, steps, losses, marker=SET_MARKERS[index % len(SET_MARKERS)])
+        Series(f"{label} ({name})", "line", colour, steps, losses, marker=SET_MARKERS[index % len(SET_MARKERS)])
         for index, (name, losses) in enumerate(of_set.items())
     ]
 

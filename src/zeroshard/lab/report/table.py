@@ -14,6 +14,7 @@ from zeroshard.lab.run_folders import RunResult
 
 NOT_MEASURED = "not measured"
 _NAME_DIGITS = 6
+MOST_VALUES = 8
 _TITLES = {
     "label": "run",
     "strategy": "strategy",
@@ -34,11 +35,12 @@ _NEEDS = {"peak": "--profile.memory", "predicted": "--plan.device FILE"}  # flag
 
 @dataclass(frozen=True)
 class Table:
-    """A table: ``titles`` of columns, ``rows`` with a cell for each, and ``without``: a note below the table."""
+    """A table: ``titles`` of columns, ``rows`` with a cell for each, and notes below it, empty if there is nothing."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    without: str
+    apart: str  # the settings in which rows differ
+    without: str  # what no run has measured
 
 
 def table_of(entries: Sequence[Entry]) -> Table:
@@ -50,8 +52,24 @@ def table_of(entries: Sequence[Entry]) -> Table:
     return Table(
         tuple(_TITLES[name] for name in shown),
         tuple(tuple(row[name] or NOT_MEASURED for name in shown) for row in rows),
+        _differences(entries),
         f"Not measured in any run: {', '.join(words)}." if words else "",
     )
+
+
+def _differences(entries: Sequence[Entry]) -> str:
+    """Name each setting in which entries differ, with its first `MOST_VALUES` values."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        for name, value in entry.apart.items():
+            found.setdefault(name, {})[" ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)] = (
+                None
+            )
+    words = [
+        f"{name} ({', '.join([*values][:MOST_VALUES])}{', ...' if len(values) > MOST_VALUES else ''})"
+        for name, values in found.items()
+    ]
+    return f"They differ in {', '.join(words)}." if words else ""
 
 
 def row_of(entry: Entry) -> dict[str, Any]:
