@@ -63,6 +63,7 @@ layers: $(STAMP)  ## Check that imports only point down.
 
 docs: $(STAMP)  ## Build the documentation site into site/; a broken link fails.
 	$(BIN)/zensical build --strict --clean
+	find site \( -name "*.py" -o -name ruff.toml \) -delete  # what draws pages is no page
 
 figures: $(STAMP)  ## Draw the pictures of docs/concepts.md again.
 	$(BIN)/python docs/figures/draw.py
