@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = verbs.add_parser("choose", help="say what a cover costs, and mark what is outside of it")
     asked.add_argument("folder", type=Path)
     asked.add_argument("--write", action="store_true", help="change the tests' files")
+    asked.add_argument("--whole", action="store_true", help="whole functions too: only after a thousand mistakes")
     given = parser.parse_args(argv)
     folder = given.folder.resolve()
     if given.verb == "record":
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(status)
     if given.verb == "try":
         return _try(folder, given.num, given.seed, given.below, given.cpu_limit_s)
-    return _choose(folder, given.write)
+    return _choose(folder, given.write, given.whole)
 
 
 def _rows(folder: Path) -> list[list]:
@@ -77,7 +78,7 @@ def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float) -> i
     return int(status)
 
 
-def _choose(folder: Path, write: bool) -> int:
+def _choose(folder: Path, write: bool, whole: bool) -> int:
     costs, lines, chosen = _cover(folder)
     of_cover = sum(costs[test] for test in chosen)
     print(f"{len(lines)} lines, {len(costs)} tests that passed, {sum(costs.values()):.0f} s of the processor")
@@ -86,6 +87,9 @@ def _choose(folder: Path, write: bool) -> int:
     for test in chosen:
         of_files[test.partition("::")[0]] += 1
     print("files without a test in the cover:", *[file for file, num in of_files.items() if num == 0], sep="\n  ")
+    if not whole:
+        chosen = choice.cautious(costs, lines.values(), chosen)
+        print(f"with cheap ones, and one of each function: {len(chosen)} tests, {sum(costs[test] for test in chosen):.0f} s")
     if write:
         saved = choice.mark(costs, chosen)
         subprocess.run([sys.executable, "-m", "ruff", "format", "-q", *saved], cwd=ROOT, check=True)
