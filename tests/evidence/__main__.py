@@ -89,7 +89,8 @@ def _choose(folder: Path, write: bool, whole: bool) -> int:
     print("files without a test in the cover:", *[file for file, num in of_files.items() if num == 0], sep="\n  ")
     if not whole:
         chosen = choice.cautious(costs, lines.values(), chosen)
-        print(f"with cheap ones, and one of each function: {len(chosen)} tests, {sum(costs[test] for test in chosen):.0f} s")
+        seconds = sum(costs[test] for test in chosen)
+        print(f"with cheap ones, and one of each function: {len(chosen)} tests, {seconds:.0f} s")
     if write:
         saved = choice.mark(costs, chosen)
         subprocess.run([sys.executable, "-m", "ruff", "format", "-q", *saved], cwd=ROOT, check=True)

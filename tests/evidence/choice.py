@@ -54,15 +54,7 @@ def promised(tests: Iterable[str]) -> set[str]:
     named = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
     for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "docs" / "promises.toml", ROOT / "README.md"]:
         named |= set(re.findall(r"tests/[\w/]+\.py::\w+(?:\[[^\]\s]+\])?", page.read_text(encoding="utf-8")))
-    found, functions = set(), set()
-    for test in sorted(tests):
-        function = test.partition("[")[0]
-        if test in named or test.startswith(PROMISED):
-            found.add(test)
-        elif function in named and function not in functions:
-            functions.add(function)  # of a function that is named as a whole one combination
-            found.add(test)
-    return found
+    return {test for test in tests if test.startswith(PROMISED) or not named.isdisjoint((test, test.partition("[")[0]))}
 
 
 def cautious(costs: Mapping[str, float], lines: Iterable[Collection[str]], chosen: Collection[str]) -> set[str]:

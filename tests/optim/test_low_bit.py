@@ -312,6 +312,7 @@ def spread(cls, dtype):
     return max(float(((run - runs[0]).abs() / runs[0]).max()) for run in runs)
 
 
+@pytest.mark.redundant(but=["AdamW-dtype0-1e-06"])
 @pytest.mark.parametrize(
     ("cls", "dtype", "budget"),
     [

@@ -95,10 +95,11 @@ def test_where_no_stage_can_help_none_is_tried(tiny_config, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_chosen_stage_is_what_is_built_and_the_wish_what_is_kept(tiny_config):
+def test_the_chosen_stage_is_said_and_built_and_the_wish_is_kept(tiny_config, capsys):
     config = tiny_config(strategy="auto")
     run = build_run(config, LocalCommunicator(), CPU, _needing(1 << 62, 1 << 62, 1, 1))
     run.close()
+    assert capsys.readouterr().out.startswith("strategy auto: zero2: ")
     assert run.stage == 2
     assert run.config["strategy"] == "zero2"
     assert 'strategy = "auto"' in (Path(config.out) / "config.toml").read_text()

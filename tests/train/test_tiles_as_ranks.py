@@ -60,6 +60,7 @@ def _pair(tiny_config, tmp_path, size, model, **changes):
     return alone, _digest(tiny_config(**shared, out=str(tmp_path / "ranks")), size)
 
 
+@pytest.mark.redundant(but=["model1-zero3-4"])
 @pytest.mark.pairwise("model")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -69,6 +70,7 @@ def test_one_rank_with_tiles_has_the_bits_of_ranks_that_share_sequences(tiny_con
     assert tiles == ranks
 
 
+@pytest.mark.redundant(but=["changes0-zero1-2"])
 @pytest.mark.pairwise("changes")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
