@@ -3,9 +3,11 @@
     python benchmarks/study/losses.py remedies --text tinyshakespeare.txt --out runs/remedies --figure losses.png
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/states
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/base --base FOLDER --only 'tuned*'
+    python benchmarks/study/losses.py products --text tinyshakespeare.txt --out runs/products --steps 200
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/gpu --rows 16 --jobs 10
 
-*remedies*: what makes runs faster on slow links. *states*: optimizer states of fewer bytes, in training and in
+*products*: the blocks' products in 8 bits. *remedies*: what makes runs faster on slow links.
+*states*: optimizer states of fewer bytes, in training and in
 fine-tuning: of a model that was trained before on the interpreter's standard library, or of one in Hugging Face's
 format in a folder, SmolLM2-135M say.
 
@@ -100,7 +102,11 @@ STATES = {
     **{f"tuned-{name}": _tuned("--optimizer", name) for name in _LOW_BIT},
     **{f"lora-{name}": _tuned("--optimizer", name, "--lora", "8", lr="1e-3") for name in _LOW_BIT[:2]},
 }
-STUDIES = {"remedies": REMEDIES, "states": STATES}
+PRODUCTS = {
+    "bfloat16": Choice(1, ("--dtype", "bfloat16")),
+    "fp8": Choice(1, ("--dtype", "bfloat16", "--matmul", "fp8")),
+}
+STUDIES = {"remedies": REMEDIES, "states": STATES, "products": PRODUCTS}
 
 
 def first_of(choices: dict[str, Choice], name: str) -> str:

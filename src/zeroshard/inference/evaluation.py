@@ -159,7 +159,7 @@ def _model(
     _last_weights_alone(config)
     changes = {"strategy": config.strategy, "kernels": "auto", "compile": "off", "ema_decay": 0.0}
     # sequences are shared here, as those of models of each strategy are
-    changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0}
+    changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0, "matmul": "dtype"}
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
     checkpoint.load(path, WeightsAlone(strategy), settings=False)
     return model, step, trained.seq_len

@@ -82,6 +82,7 @@ class LanguageModel(nn.Module, ABC):
         lora_config: `peft`'s configuration of the adapters.
         num_frozen_multiplied_params: number of the ``num_multiplied_params`` that are not trained.
         architecture: name of the model's architecture in `transformers`; empty: it has none there.
+        matmul: in which numbers blocks are to multiply: ``dtype``, those of the weights, or ``fp8``.
         sequence: the ranks that share each sequence, see `share_sequences`; None: each rank has whole ones.
     """
 
@@ -103,6 +104,7 @@ class LanguageModel(nn.Module, ABC):
     lora_config: Any = None
     num_frozen_multiplied_params: int = 0
     architecture: str = ""
+    matmul: str = "dtype"
     sequence: SequenceParallel | None = None
 
     @property
@@ -282,6 +284,18 @@ class LanguageModel(nn.Module, ABC):
     def products_of_a_block(self) -> list[nn.Linear]:
         """The linear layers of the first block, in the order of their definition."""
         return [module for module in self.blocks[0].modules() if isinstance(module, nn.Linear)]
+
+    @property
+    def layers_in_8_bits(self) -> list[nn.Linear]:
+        """The blocks' linear layers with two sizes that are multiples of 16, without routers: those of ``fp8``."""
+        return [
+            each
+            for name, each in self.blocks.named_modules()
+            if isinstance(each, nn.Linear)
+            and not each.in_features % 16
+            and not each.out_features % 16
+            and name.rpartition(".")[2] not in ("gate", "router")
+        ]
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise UserError if ``seq_len`` is below 1 or above ``config.seq_len``."""

@@ -40,6 +40,10 @@ MEMORY_SHARE = 0.9
 TRAINING_SHARE = 0.8
 KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
+FP8 = "float8_e4m3fn"  # torch's name of the numbers of products in 8 bits
+# Without such products. The data sheets of all other devices of NVIDIA in the table say twice the 16-bit rate.
+_WITHOUT_FP8 = ("a100", "a800", "a40-", "a10", "rtx-a6000", "rtx-3090", "v100", "t4", "mi")
+
 DiskWork = Literal["walk", "gather", "write"]
 # Of a matrix product's two factors in memory, as BLAS names them: a linear layer computes "nt", its weights' gradient
 # "tn", its inputs' "nn". A CPU without instructions for bfloat16 takes ten times as long for "nn" as for "tn".
@@ -52,7 +56,7 @@ class Device:
 
     name: str  # name of the device, as `zeroshard plan --gpu` takes it
     memory_bytes: int  # memory that a rank may use
-    # FLOP/s of matmuls by dtype (``float32``, ``bfloat16``, ``float16``); a dtype that is missing is not supported
+    # FLOP/s of matmuls by dtype (``float32``, ``bfloat16``, ``float16``, `FP8`); one that is missing is not supported
     matmul_flops_per_s: Mapping[str, float]
     bytes_per_s: float  # memory bandwidth, reads and writes together
     source: str  # the data sheet, or how it was measured
@@ -92,6 +96,12 @@ class Device:
     # `zeroshard.lab.predict.conversions`. Any other takes its bytes divided by the memory's rate.
     conversions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of products in ``dtype``; of 8 bits, if these were not measured, those of 16; else of fp32."""
+        rates = self.matmul_flops_per_s
+        other = rates.get("bfloat16") if dtype == FP8 else None
+        return rates.get(dtype) or other or rates.get("float32") or max(rates.values())
+
     @property
     def is_measured_gpu(self) -> bool:
         """Whether it is a GPU whose rates were measured, and so are no shares of a data sheet's."""
@@ -115,12 +125,15 @@ def _sold(
     one. ``share``: the share of the peak that large matmuls by themselves reach.
     """
     rates = zip(("float32", "bfloat16", "float16"), tflops, strict=True)
+    flops_per_s = {dtype: rate * TERA for dtype, rate in rates if rate}
+    if not name.startswith(_WITHOUT_FP8):
+        flops_per_s[FP8] = 2 * flops_per_s["bfloat16"]
     sustained = _like(name)
     share *= 1.0 if sustained else TRAINING_SHARE
     return Device(
         name,
         round(memory_gib * 2**30),
-        {dtype: rate * TERA for dtype, rate in rates if rate},
+        flops_per_s,
         gb_per_s * GIGA,
         source,
         share,

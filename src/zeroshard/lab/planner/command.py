@@ -151,6 +151,7 @@ _ALIKE = (
         "network",
         "gpus_per_node",
         "dtype",
+        "matmul",
         "optimizer",
         "state_format",
         "prefetch",

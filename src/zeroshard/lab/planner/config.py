@@ -76,6 +76,9 @@ class PlanConfig(Config):
         description="The most GPUs that the run may ever have, a power of two: the same bits on any number. 0: off.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Type of forward and backward.")
+    matmul: Literal["dtype", "fp8"] = Field(
+        "dtype", description="Numbers that the blocks' linear layers multiply, as --matmul of a run."
+    )
     reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
         "master", description="Type in which gradients are reduced; master: float32."
     )

@@ -22,6 +22,7 @@ SETTINGS = (
     "tiles",
     "reproducible",
     "state_format",
+    "matmul",
     "reduce_dtype",
     "accumulate",
     "prefetch",

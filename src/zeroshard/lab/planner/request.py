@@ -22,6 +22,7 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
+from zeroshard.profiling.devices import FP8
 from zeroshard.sizes import parse_size
 from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision, Offload
@@ -47,6 +48,7 @@ class Given(TypedDict, total=False):
         seq_len: tokens of a sequence; None: the longest that the model is made for.
         sequence_parallel: consecutive GPUs that share each sequence of one of our language models.
         dtype: dtype of forward and backward; master weights and states keep the model's.
+        matmul: numbers that the blocks' linear layers multiply: ``dtype`` or ``fp8``, of one of our language models.
         reduce_dtype: dtype in which gradients are reduced; None: that of the master weights.
         wire: wire formats: the fields ``gather``, ``reduce``, ``block``, ... of `zeroshard.zero.MixedPrecision`; stage
             0 ignores them.
@@ -82,6 +84,7 @@ class Given(TypedDict, total=False):
     seq_len: int | None
     sequence_parallel: int
     dtype: str
+    matmul: str
     reduce_dtype: str | None
     wire: Mapping[str, Any]
     optimizer: str
@@ -124,6 +127,7 @@ class Request:
     seq_len: int | None = None
     sequence_parallel: int = 1
     dtype: str = "bfloat16"
+    matmul: str = "dtype"
     reduce_dtype: str | None = None
     wire: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     optimizer: str = "adamw"
@@ -234,6 +238,8 @@ class Request:
                 what = f"a {name} is no language model of ours"
                 todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"
                 raise UserError("inputs", what, todo)
+        if self.matmul == "fp8":
+            self._multiply_in_8_bits(built)
         if share * (self.tiles or 1) > 1:
             rules.check_even_parts("tiles", self.tiles or 1)
             _require_shared(built, share, self.tiles or 1, seq_len)
@@ -254,11 +260,25 @@ class Request:
             between = replace(between, protocols=())
         return Cluster(self.world_size, self.gpus_per_node, within or between, between)
 
+    def _multiply_in_8_bits(self, model: nn.Module) -> None:
+        """Have ``model`` planned with products in 8 bits, or raise UserError."""
+        device, why = self.calibration.device, ""
+        if FP8 not in device.matmul_flops_per_s:
+            why = f"no rate of products in 8 bits of {device.name} is known"
+        elif self.dtype != "bfloat16" or self.autocast or self.lora is not None or "tiles" in self.overrides:
+            why = "fp8 multiplies for bfloat16, without autocast, adapters and tiles"
+        elif not isinstance(model, LanguageModel) or not model.layers_in_8_bits:
+            why = f"a {type(model).__name__} has no blocks with linear layers whose sizes are multiples of 16"
+        if why:
+            raise UserError("matmul", why, "leave it out")
+        assert isinstance(model, LanguageModel)
+        model.matmul = "fp8"
+
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError if the request is impossible for this workload on this device."""
         self._require_attention(device)
         if workload.dtype in DTYPES and workload.dtype not in device.matmul_flops_per_s:
-            served = ", ".join(device.matmul_flops_per_s)
+            served = ", ".join(each for each in device.matmul_flops_per_s if each in DTYPES)
             raise UserError("dtype", f"{device.name} does not compute in {workload.dtype}", f"choose {served}")
         self._require_reproducible()
         if self.offload is not None and not workload.states[0].by_unit:

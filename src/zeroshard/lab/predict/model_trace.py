@@ -38,7 +38,15 @@ from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trac
 from zeroshard.lab.predict.on_meta import fuse_dropout, in_recomputations, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
-from zeroshard.lab.predict.work import Work, bytes_read, dtype_name, work_of, work_of_projected_loss
+from zeroshard.lab.predict.work import (
+    Work,
+    bytes_read,
+    dtype_name,
+    has_matrix,
+    with_factors_in_8_bits,
+    work_of,
+    work_of_projected_loss,
+)
 from zeroshard.models import LanguageModel, SequenceParallel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.attention import as_on_gpu
@@ -96,7 +104,7 @@ def trace_language_model(
     computed = "param_dtype", "cast_forward_inputs", "keep_in_fp32_modules"
     precision = MixedPrecision(**{name: getattr(precision, name) for name in computed})
     name, changes = nearest_preset(cast("Any", model.config))
-    built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id)
+    built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id, model.matmul)
     batch = micro_batch, seq_len, sequence_parallel, tiles
     of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
     num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
@@ -133,6 +141,7 @@ def _traced(
     kernels: Any,
     lora: Lora | None,
     eos_id: int | None,
+    matmul: str,
     micro_batch: int,
     seq_len: int,
     sequence_parallel: int,
@@ -145,6 +154,7 @@ def _traced(
 ) -> Trace:
     with torch.device("meta"):
         model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
+    model.matmul = matmul
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
     inputs = tokens_and_targets(seq_len // sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
@@ -230,6 +240,8 @@ def _trace(
         root, specs = partition(fake, chosen)
         compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
         log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")
+        if isinstance(fake, LanguageModel) and fake.matmul == "fp8":
+            log.in_8_bits = {tuple(layer.weight.shape) for layer in fake.layers_in_8_bits}
         run_backward: Callable[[Tensor], None] = Tensor.backward
         if sequence_parallel * (tiles or 1) > 1:
             assert isinstance(fake, LanguageModel)
@@ -339,6 +351,7 @@ class _Log:
     def __init__(self, specs: Sequence[UnitSpec], compiled: Sequence[nn.Module] = (), *, on_gpu: bool = False) -> None:
         self._entries: list[Event | Work | Operation | tuple[int, int]] = [Event("start")]
         self._compiled, self._on_gpu = set(compiled), on_gpu
+        self.in_8_bits: set[tuple[int, ...]] = set()  # sizes of the matrices that multiply in 8 bits
         self._regions: list[Region] = []
         self._region: list[Operation] | None = None
         self.number_of: Callable[[Tensor], int] = lambda tensor: 0
@@ -379,6 +392,9 @@ class _Log:
         if self._on_gpu and (self._region is None or work.attention):  # compiled sums keep none
             num_bytes = scratch_bytes(work, func, args)
             self._entries += [(SCRATCH, num_bytes), (SCRATCH, -num_bytes)] if num_bytes else []
+        if self.in_8_bits and has_matrix(work, self.in_8_bits):
+            conversion, work, num_bytes = with_factors_in_8_bits(work)
+            self._entries += [conversion, (SCRATCH, num_bytes), (SCRATCH, -num_bytes)]
         if not self._compiled:
             self._entries.append(work)
             return

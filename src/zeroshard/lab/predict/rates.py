@@ -117,8 +117,7 @@ def spread(device: Device) -> tuple[float, float]:
 def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:
     """Seconds of one operation on a device of `SUSTAINED`, and its limit: ``flops``, ``bytes`` or ``kernels``."""
     rates = SUSTAINED[device.sustained]
-    peaks = device.matmul_flops_per_s
-    peak = (peaks.get(work.dtype) or peaks.get("float32") or max(peaks.values())) * device.clock_share
+    peak = device.rate(work.dtype) * device.clock_share
     bytes_s = work.num_bytes / (device.bytes_per_s * rates.memory)
     if work.attention:
         shares = rates.attention.get(attention, rates.attention["flash-2"])

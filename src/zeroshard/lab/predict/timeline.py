@@ -80,8 +80,7 @@ def operation_s(work: Work, device: Device, attention: Attention = "flash-2") ->
         return conversion_s(work, device), "wire"
     if device.sustained:
         return sustained_s(work, device, attention)
-    rates = device.matmul_flops_per_s
-    rate = rates.get(work.dtype) or rates.get("float32") or max(rates.values())
+    rate = device.rate(work.dtype)
     if work.layout is not None:
         rate *= device.matmul_layouts.get(work.dtype, {}).get(work.layout, 1.0)
     share, num_bytes = device.attention_share if work.attention else device.matmul_share, work.num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
-from zeroshard.profiling.devices import Layout
+from zeroshard.profiling.devices import FP8, Layout
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,25 @@ def work_of_plain_loss(num_logits: int, itemsize: int) -> Work:
     """
     forward, backward = (itemsize + 4) + (2 * 4 + 4), 4 + (2 * 8 + 4) + (4 + itemsize)
     return Work(0, num_logits * (forward + backward - 2 * itemsize), "float32", num_calls=6)
+
+
+def has_matrix(work: Work, sizes: set[tuple[int, ...]]) -> bool:
+    """Whether a product has a matrix of one of these ``sizes``, turned or not, or its gradient."""
+    if work.attention or len(work.shape) != 4 or work.shape[0] != 1:
+        return False
+    _, m, n, k = work.shape
+    return any(each in sizes for each in ((n, k), (k, n), (m, n), (n, m)))
+
+
+def with_factors_in_8_bits(work: Work) -> tuple[Work, Work, int]:
+    """What a product costs in 8 bits: the rounding of its factors, itself, and the bytes of the rounded factors.
+
+    A factor is read for its scales and once more to be rounded. It is saved for backward as it was.
+    """
+    _, m, n, k = work.shape
+    numel = (m + n) * k
+    rounding = Work(0, (2 * 2 + 1) * numel + 4 * (m + n), work.dtype, num_calls=2)
+    return rounding, replace(work, dtype=FP8, num_bytes=work.num_bytes - numel), numel + 4 * (m + n)
 
 
 def _attention_flops(func: Any, args: tuple[Any, ...], *, backward: bool) -> int:

@@ -202,6 +202,7 @@ class Workload:
             lora=self.model.lora if lora is None else lora,
             narrow=OPTIMIZER_STATES[self.optimizer].corrects,
         )
+        model.matmul = self.model.matmul
         rows = tokens_and_targets(length // self.sequence_parallel)
         return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
 

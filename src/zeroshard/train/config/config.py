@@ -201,6 +201,11 @@ class TrainConfig(Config):
     tf32: bool = Field(
         False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
     )
+    matmul: Literal["dtype", "fp8"] = Field(
+        "dtype",
+        description="Numbers that the blocks' linear layers multiply. fp8: 8 bits, with a scale for each row; "
+        "by torchao, on GPUs from sm_89 on, with bfloat16, best with compile.",
+    )
     loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: initial loss scale.")
     loss_scale_interval: int = Field(
         2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
@@ -332,6 +337,8 @@ class TrainConfig(Config):
         if self.compile == "on" and self.compiled_parts_keep_all:
             what = f"{self.model.activation_checkpointing} with compile and sequence_parallel: compiled parts keep all"
             raise UserError("model.activation_checkpointing", what, "leave one out, or recompute blocks by full")
+        if self.matmul == "fp8":
+            self._multiplies_in_8_bits()
         strategy = strategy_entry(self.strategy)
         check_local_steps_settings(
             self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype
@@ -377,6 +384,16 @@ class TrainConfig(Config):
             name = f"{model}-{self.data.source}-{self.strategy}".replace("/", "_")
             object.__setattr__(self, "out", f"runs/{name}")
         return self
+
+    def _multiplies_in_8_bits(self) -> None:
+        """Check the settings beside ``matmul`` fp8."""
+        beside = {"lora.rank": self.lora.rank, "tiles": self.tiles != "none"}
+        for field in (name for name, given in beside.items() if given):
+            raise UserError("matmul", f"fp8 with {field}: adapters and tiles multiply in dtype", "leave one out")
+        num_tokens = self.micro_batch_size * self.seq_len // self.sequence_parallel
+        if num_tokens % 16:
+            what = f"fp8 with {num_tokens:,} tokens in a rank's micro-batch, and kernels need a multiple of 16"
+            raise UserError("matmul", what, "change micro_batch_size or seq_len")
 
     def _strategy_has_them(self) -> None:
         """Check the settings that only some strategies have."""

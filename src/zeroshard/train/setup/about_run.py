@@ -20,6 +20,7 @@ from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Run
 from zeroshard.train.setup.compiled import compiled_in_words
+from zeroshard.train.setup.products_in_8_bits import products_in_8_bits_in_words
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.probe import compare_updates
 
@@ -69,6 +70,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
         "compute": f"{config.dtype} on {run.device}{products_in_words(config.dtype, run.device)}, {config.optimizer} "
         f"with lr {config.lr:g}, torch {torch.__version__}",
         "compile": compiled_in_words(config, run.device, comm.world_size, len(model.blocks)),
+        "matmul": products_in_8_bits_in_words(model, config, run.device),
     }
     return {label: said for label, said in lines.items() if said}
 

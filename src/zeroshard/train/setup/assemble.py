@@ -39,6 +39,7 @@ from zeroshard.train.config.optimizer_settings import IN_8_BITS, OF_MATRICES, WE
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_model
+from zeroshard.train.setup.products_in_8_bits import multiply_in_8_bits
 from zeroshard.zero import STAGES, LocalSteps, Offload, loaded_later
 from zeroshard.zero.core.strategy import SHARD
 
@@ -98,6 +99,7 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
             kernels=config.kernels,
             lora=lora_of(config.lora),
         )
+    model.matmul = config.matmul
     model.take_loss_options(config.optim.label_smoothing, config.optim.z_loss)
     return model
 
@@ -180,6 +182,8 @@ def sharded(
     if config.sequence_parallel * config.tiles_as_ranks > 1:
         tiles, longest = config.parts_of_rank, config.seq_len
         model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles, longest=longest))
+    if config.matmul == "fp8":
+        multiply_in_8_bits(model, device)
     if config.compile == "on":
         compile_model(model, config.compile_backend, device)
 

@@ -135,6 +135,8 @@ def contract_of(
     entry = strategy_entry(config.strategy)
     if predict is None or not entry.planned or config.optimizer not in PLANNED:
         return None
+    if config.matmul == "fp8" and device.type == "cpu":  # an emulation, whose tensors no GPU has
+        return None
     narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
     if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
         return None

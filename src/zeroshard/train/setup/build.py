@@ -63,6 +63,7 @@ from zeroshard.train.setup.init_from import load_initial_weights, with_initial_r
 from zeroshard.train.setup.numerics import on_device
 from zeroshard.train.setup.offloading import settled
 from zeroshard.train.setup.packing_check import require_apart
+from zeroshard.train.setup.products_in_8_bits import check_products
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import ClaimedFolder, describe_run
 from zeroshard.train.state.folders import checkpoint_folder
@@ -109,6 +110,7 @@ def build_run(config: TrainConfig, comm: Communicator, device: torch.device, pre
         UserError: as `built`.
     """
     config = on_device(with_model_files(with_initial_run(config)), device)
+    check_products(config, device)
     check_model(config)
     check_adapters(config)
     require_trackers(config.track)
