@@ -57,7 +57,9 @@ def products_in_8_bits_in_words(model: nn.Module, config: TrainConfig, device: t
     if config.matmul != "fp8":
         return ""
     num = len(model.layers_in_8_bits) if isinstance(model, LanguageModel) else 0
-    how = ", emulated: slow, for trials" if device.type == "cpu" else "" if config.compile == "on" else ", faster with compile"
+    how = "" if config.compile == "on" else ", faster with compile"
+    if device.type == "cpu":
+        how = ", emulated: slow, for trials"
     return f"fp8 in {num:,} linear layers of the blocks{how}"
 
 
