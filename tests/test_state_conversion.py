@@ -14,7 +14,7 @@ from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.kernels.adamw8bit import joined
 from zeroshard.kernels.state_codes import as_codes, as_values, block_of, num_blocks
-from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, muon_groups
+from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.optimizer_classes.kept_states import ParamFacts
 from zeroshard.state_conversion import as_kept
 
@@ -23,7 +23,6 @@ PAIRS = [
     (torch.optim.AdamW, FP32, AdamW8bit, FP32),
     (torch.optim.AdamW, FP32, FlashAdamW, BF16),
     (AdamW8bit, FP32, FlashAdamW, BF16),
-    (MuonAdamW, FP32, MuonAdamW8bit, FP32),
 ]
 BOTH_WAYS = [*PAIRS, *((there, to, here, of) for here, of, there, to in PAIRS)]
 SHAPES = (31, 40), (40, 33), (33, 5)
@@ -38,8 +37,7 @@ def net(dtype):
 
 def trained(zero, model, cls, steps, **settings):
     """An optimizer of ``model`` after some steps of gradients that do not depend on the number of ranks."""
-    groups = muon_groups(model.named_parameters(), 0.1, ["blocks"]) if issubclass(cls, MuonAdamW) else None
-    optimizer = zero.optimizer(cls, groups, lr=0.01, **settings)
+    optimizer = zero.optimizer(cls, lr=0.01, **settings)
     for step in range(steps):
         rows = torch.randn(4, 31, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
         x = rows
@@ -90,7 +88,7 @@ def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_
     (line,) = caplog.messages
     assert line.startswith(f"load: states are converted to those of {other.__name__}: ")
     assert len(saved["state"]) == len(loaded["state"]) == 6
-    numbers = dict(zip(order(net(FP32), cls), saved["state"], strict=True))
+    numbers = dict(zip(weights, saved["state"], strict=True))
     for name, weight in weights.items():
         before, after = saved["state"][numbers[name]], loaded["state"][numbers[name]]
         assert_states_converted(before, after)
@@ -101,21 +99,12 @@ def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_
         assert to is BF16 or torch.equal(exact, kept)
 
 
-def order(model, cls):
-    """Names of a model's parameters in the order of an optimizer's groups."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    if not issubclass(cls, MuonAdamW):
-        return list(names.values())
-    groups = muon_groups(model.named_parameters(), 0.1, ["blocks"])
-    return [names[id(param)] for group in groups for param in group["params"]]
-
-
 @pytest.mark.parametrize(("cls", "dtype", "other", "to"), BOTH_WAYS)
 def test_a_full_state_dict_is_loaded_into_the_other_class(cls, dtype, other, to):
     _, saved = run(2, 2, cls, dtype, steps=2)
     _, loaded = run(4, 3, other, to, state_dict=saved)
     assert loaded["param_groups"][0]["lr"] == 0.01
-    assert ("block" in loaded["param_groups"][0]) == (other.__name__ not in ("AdamW", "MuonAdamW"))
+    assert ("block" in loaded["param_groups"][0]) == (other is not torch.optim.AdamW)
     for state, own in zip(saved["state"].values(), loaded["state"].values(), strict=True):
         assert_states_converted(state, own)
         assert not own.get("correction", torch.zeros(1)).any()
@@ -133,7 +122,7 @@ def test_a_checkpoint_in_8_bits_is_read_as_it_is_by_its_own_class(tmp_path, capl
 
 @pytest.mark.pairwise("cls")
 @pytest.mark.parametrize("how", ["checkpoint", "state dict"])
-@pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, FP32), (FlashAdamW, BF16), (MuonAdamW8bit, FP32)])
+@pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, FP32), (FlashAdamW, BF16)])
 @pytest.mark.parametrize(("before", "after"), [(64, 256), (1024, 256)])
 def test_codes_of_other_blocks_are_encoded_in_the_optimizer_s_own(tmp_path, caplog, cls, dtype, before, after, how):
     path = str(tmp_path / "saved")

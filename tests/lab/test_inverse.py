@@ -12,7 +12,6 @@ from zeroshard.lab.planner.planner import planner_for
         ("adamw8bit", "fp32", 4),
         ("adamw", "int8", 4),
         ("flash-adamw", "fp32", 2),
-        ("muon8bit", "fp32", 3),
     ],
 )
 def test_one_gpu_too_few_is_answered_with_how_many(optimizer, state_format, mebibytes):

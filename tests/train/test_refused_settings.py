@@ -85,8 +85,8 @@ REFUSED = """
 --optimizer flash-adamw --ema-decay 0.9 | ema_decay: flash-adamw keeps weights in bfloat16, and an average of such
 --optimizer flash-adamw --shard-size 1 --local-steps.every 2 | local_steps.every: flash-adamw keeps a part of each
 --optimizer flash-adamw --strategy fsdp2 | optimizer: flash-adamw needs unsharded blocks of parameters, and fsdp2 shards
---optimizer muon8bit --lora.rank 4 | optimizer: muon8bit is made for whole matrices, and lora.rank = 4 trains narrow
---optimizer muon8bit --plan.enforce | plan.enforce: muon8bit needs unsharded matrices, which no plan predicts; leave it
+--optimizer muon8bit | optimizer: muon8bit has left; use muon, or adamw8bit
+--optimizer muon --plan.enforce | plan.enforce: muon needs unsharded matrices, which no plan predicts; leave it
 --offload optimizer --strategy ddp | offload.state: optimizer is given, and ddp does not use zeroshard's engine; leave
 --offload all --shard-size 1 --local-steps.every 2 | offload.state: all is given, and outer steps of local_steps.every
 --link.bandwidth 1Gbit/s | link.bandwidth: is given, and no link is slowed; add --link.mode simulated or netns

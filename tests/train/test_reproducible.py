@@ -55,7 +55,6 @@ def _state(folder):
         ("--dtype", "float16"),
         pytest.param(("--dtype", "float32"), marks=pytest.mark.soak),
         pytest.param(("--dtype", "float32", "--optimizer", "adamw8bit"), marks=pytest.mark.soak),
-        pytest.param(("--dtype", "float32", "--optimizer", "muon8bit"), marks=pytest.mark.soak),
         pytest.param(("--optimizer", "flash-adamw", "--ema-decay", "0"), marks=pytest.mark.soak),
     ],
 )

@@ -124,7 +124,7 @@ class AdamW8bit(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class, or of `torch.optim.AdamW`, whose moments are encoded."""
-        load_codes(self, state_dict, lambda group: ADAMW_STATES)
+        _load_codes(self, state_dict)
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if self._corrected(param) and self.state.get(param):
                 self.state[param].setdefault("correction", torch.zeros_like(param, dtype=torch.int8))
@@ -163,15 +163,12 @@ def check_block(block: int) -> int:
     return block
 
 
-def load_codes(
-    optimizer: Optimizer, state_dict: dict[str, Any], kinds_of: Callable[[Mapping[str, Any]], frozenset[str]]
-) -> None:
+def _load_codes(optimizer: AdamW8bit, state_dict: dict[str, Any]) -> None:
     """Do as ``optimizer.load_state_dict(state_dict)`` for a class that keeps codes; states in fp32 are encoded.
 
     Args:
         optimizer: the optimizer; a setting that the saved groups lack, such as ``block``, keeps its value.
         state_dict: of the class itself, or of the class with states in fp32.
-        kinds_of: names the states that the class keeps for parameters of a param group.
 
     Raises:
         ValueError: states of another class.
@@ -184,9 +181,9 @@ def load_codes(
     members = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     for key, (param, group) in zip(saved, members, strict=True):
         if given := state_dict["state"].get(key):  # torch's method has converted all states to the parameter's dtype
-            states, kinds = state_codes.as_codes(given, group["block"]), kinds_of(group)
-            if not kinds <= states.keys():
-                name, keeps = type(optimizer).__name__, ", ".join(sorted(kinds))
+            states = state_codes.as_codes(given, group["block"])
+            if ADAMW_STATES - states.keys():
+                name, keeps = type(optimizer).__name__, ", ".join(sorted(ADAMW_STATES))
                 raise ValueError(f"state_dict: its states are {', '.join(sorted(given))}; {name} keeps {keeps}")
             optimizer.state[param] = {
                 kind: value.to(param.device) if isinstance(value, Tensor) and kind != "step" else torch.as_tensor(value)
@@ -195,7 +192,7 @@ def load_codes(
 
 
 def fp32_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of `AdamW8bit`, `FlashAdamW` or `Muon8bit` as `torch.optim.AdamW` or `Muon` loads it.
+    """Return a state dict of `AdamW8bit` or `FlashAdamW` as `torch.optim.AdamW` loads it.
 
     Codes are decoded. FlashAdamW's corrections are parts of weights, and are left out: a checkpoint of `zeroshard.save`
     that is loaded into a model in fp32 keeps them.

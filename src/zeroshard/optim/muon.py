@@ -67,13 +67,8 @@ class MuonAdamW(Optimizer):
         fused: bool = False,
     ) -> None:
         muon = Muon(_STAND_IN, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
-        self._take_rules(params, muon, AdamW(_STAND_IN, lr, betas, eps, weight_decay, fused=fused))
-
-    def _take_rules(self, params: Iterable[Any], muon: Optimizer, adamw: Optimizer) -> None:
-        """Step by ``muon`` and ``adamw``, whose own parameters are stand-ins, on param groups of ``params``."""
-        self._rules = {True: muon, False: adamw}
-        common = {name: muon.defaults[name] for name in ("lr", "weight_decay")}
-        Optimizer.__init__(self, params, {**common, MATRICES: False})
+        self._rules = {True: muon, False: AdamW(_STAND_IN, lr, betas, eps, weight_decay, fused=fused)}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, MATRICES: False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and complete it by its rule's defaults; the rule is Muon if it has ``"matrices": True``."""
@@ -94,7 +89,7 @@ class MuonAdamW(Optimizer):
                 loss = closure()
         for matrices, rule in self._rules.items():
             groups = [group for group in self.param_groups if group[MATRICES] is matrices]
-            if isinstance(rule, Muon):
+            if matrices:
                 for group in groups:
                     _step_matrices(group, self.state)
             else:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import LocalCommunicator
-from zeroshard.optim import AdamW8bit, Muon8bit, MuonAdamW8bit, muon8bit
+from zeroshard.optim import AdamW8bit
 from zeroshard.zero import MixedPrecision, Offload, Zero
 from zeroshard.zero.core.optimizer import StepOperands
 
@@ -88,29 +88,6 @@ def test_a_class_that_may_step_unit_by_unit_steps_on_the_thread_of_updates(cls, 
         assert cls is not Counting or optim.param_groups[0]["steps"] == 3
     assert thread in threads
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("cls", [Muon8bit, MuonAdamW8bit])
-def test_muon_in_8_bits_steps_unit_by_unit_on_the_thread_of_updates(cls, monkeypatch):
-    own, threads, found = muon8bit.take_updates, [], []
-
-    def spying(*args):
-        threads.append(threading.current_thread().name)
-        own(*args)
-
-    monkeypatch.setattr(muon8bit, "take_updates", spying)
-    for offload in (None, Offload()):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        zero = Zero(model, 2, units=list(model), comm=LocalCommunicator(), offload=offload)
-        optim = zero.optimizer(cls, [{"params": list(model.parameters()), "matrices": True}], lr=0.1)
-        for _ in range(3):
-            model(torch.ones(2, 4)).square().mean().backward()
-            optim.step()
-            optim.zero_grad()
-        found.append(zero.state_dict())
-    assert threads == ["MainThread"] * 6 + ["zeroshard-update_0"] * 6
-    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
 
 
 def test_a_step_without_gradients_brings_nothing():

@@ -85,8 +85,7 @@ class PlanConfig(Config):
     optimizer: str = Field(
         "adamw",
         min_length=1,
-        description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit, flash-adamw, "
-        "muon8bit.",
+        description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit, flash-adamw.",
     )
     state_format: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description="How an optimizer of torch keeps its states between steps, as --state-format of a run."

@@ -159,7 +159,6 @@ OPTIMIZER_STATES: dict[str, OptimizerState] = {
     "SGD": OptimizerState(0),
     "SGD with momentum": OptimizerState(1),
     "Muon": OptimizerState(1),
-    "Muon8bit": OptimizerState(1, itemsize=1, block=256),  # `zeroshard.optim.Muon8bit`
     "Adafactor": OptimizerState(1, 1, factored=True),
     # Chen et al. 2023, https://arxiv.org/abs/2302.06675: only momentum.
     "Lion": OptimizerState(1, by_unit=False),

@@ -26,7 +26,6 @@ from zeroshard.zero import MixedPrecision
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WHOLE = {
     "Muon": "matrices",
-    "Muon8bit": "matrices",
     "Adafactor": "all",
 }  # optimizers that need tensors unsplit, and of which parameters
 

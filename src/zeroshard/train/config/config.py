@@ -26,7 +26,7 @@ from zeroshard.sizes import parse_nnodes
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
-from zeroshard.train.config.optimizer_settings import OF_MATRICES, OptimizerName, check_optimizer
+from zeroshard.train.config.optimizer_settings import OptimizerName, check_optimizer
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.sections import (
     SHORTHANDS,
@@ -151,14 +151,14 @@ class TrainConfig(Config):
         "adamw",
         description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. "
         "flash-adamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
-        "matrices, and AdamW for the rest. muon8bit: both with states of 8 bits.",
+        "matrices, and AdamW for the rest.",
     )
     state_format: Literal["fp32", "bf16", "int8"] = Field(
         "fp32",
         description="How adamw keeps its states between steps: 8, 4 or 2.03 bytes a parameter, decoded for each step. "
         "bf16, int8: rounded at random, for zeroshard's stages.",
     )
-    momentum: float = Field(0.95, ge=0, lt=1, description="muon, muon8bit: decay of the mean gradient.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of the mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(
         1e-3,
@@ -403,7 +403,7 @@ class TrainConfig(Config):
         rows = [(field, getattr(self, field) != fields[field].default, "planned", what) for field in of_engine]
         what = f"{name} keeps unsharded weights all the time"
         rows.append(("reshard_after_forward", not self.reshard_after_forward, "frees_weights", what))
-        needs = "matrices" if self.optimizer in OF_MATRICES else "blocks of parameters"
+        needs = "matrices" if self.optimizer == "muon" else "blocks of parameters"
         what = f"{self.optimizer} needs unsharded {needs}, and {name} shards them or cannot have its param groups"
         rows.append(("optimizer", self.optimizer != "adamw", "our_optimizers", what))
         what = f"{name} does not run its optimizer unit by unit, for which states are decoded"

@@ -6,24 +6,23 @@ from typing import Any, Literal
 
 from zeroshard.errors import UserError
 
-OptimizerName = Literal["adamw", "adamw8bit", "flash-adamw", "muon", "muon8bit"]
-IN_8_BITS = frozenset({"adamw8bit", "flash-adamw", "muon8bit"})
-OF_MATRICES = frozenset({"muon", "muon8bit"})
+OptimizerName = Literal["adamw", "adamw8bit", "flash-adamw", "muon"]
+IN_8_BITS = frozenset({"adamw8bit", "flash-adamw"})
 WEIGHTS_IN_BF16 = frozenset({"flash-adamw"})
 
 
 def same_rule(one: str, other: str) -> bool:
     """Whether two optimizers update by the same rule, so that states of one can be converted to those of the other."""
-    return (one in OF_MATRICES) == (other in OF_MATRICES)
+    return (one == "muon") == (other == "muon")
 
 
 def check_optimizer(config: Any) -> None:
     """Raise UserError if another setting of ``config``, the `TrainConfig`, contradicts the optimizer."""
     name, without = config.optimizer, "leave it out, or use --optimizer adamw"
-    if name in OF_MATRICES and config.lora.rank:
+    if name == "muon" and config.lora.rank:
         what = f"{name} is made for whole matrices, and lora.rank = {config.lora.rank} trains narrow ones"
-        raise UserError("optimizer", what, "use adamw" if name == "muon" else "use adamw8bit")
-    if name in OF_MATRICES and config.plan.enforce:
+        raise UserError("optimizer", what, "use adamw")
+    if name == "muon" and config.plan.enforce:
         raise UserError("plan.enforce", f"{name} needs unsharded matrices, which no plan predicts", without)
     if config.state_format != "fp32" and name != "adamw":
         what = f"{config.state_format} is for states of torch's AdamW, and optimizer is {name}"

@@ -16,6 +16,7 @@ from zeroshard.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+LEFT = {"muon8bit": "use muon, or adamw8bit"}  # choices of versions before
 # Settings of other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) whose names are not similar to ours.
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
@@ -147,6 +148,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, "there is no such key", todo)
     if first["type"] == "literal_error":
         choices = limits["expected"].replace("'", "").replace(" or ", ", ")
+        if isinstance(value, str) and value in LEFT:
+            return UserError(field, f"{value} has left", LEFT[value])
         return UserError(field, f"{shown(value)} is not a choice", f"choose one of {choices}")
     what, todo = _WORDS.get(first["type"], ("{value} cannot be used", "see --help"))
     said = shortened(value) if first["type"] in _OF_NUMBERS else shown(value)

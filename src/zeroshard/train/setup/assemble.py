@@ -30,12 +30,12 @@ from zeroshard.models import (
 from zeroshard.models.adapters import Lora
 from zeroshard.models.base import place_buffers
 from zeroshard.models.presets import model_config
-from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, MuonAdamW8bit, decay_groups, muon_groups
+from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
 from zeroshard.train.config.offload_settings import OffloadConfig
-from zeroshard.train.config.optimizer_settings import IN_8_BITS, OF_MATRICES, WEIGHTS_IN_BF16
+from zeroshard.train.config.optimizer_settings import IN_8_BITS, WEIGHTS_IN_BF16
 from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_model
@@ -216,7 +216,7 @@ def sharded(
 
 def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module) -> list[dict[str, Any]]:
     """The optimizer's param groups for ``module``, which contains ``blocks`` and may be the model in a wrapper."""
-    if config.optimizer not in OF_MATRICES:
+    if config.optimizer != "muon":
         return decay_groups(module.named_parameters(), config.weight_decay)
     wanted = {id(block) for block in blocks}
     names = [name for name, each in module.named_modules() if id(each) in wanted]
@@ -279,8 +279,6 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
     kwargs: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.optim.eps}
     if config.optimizer == "muon":
         return MuonAdamW, {**kwargs, "momentum": config.momentum, "fused": config.fused}
-    if config.optimizer == "muon8bit":
-        return MuonAdamW8bit, {**kwargs, "momentum": config.momentum}
     if config.optimizer in IN_8_BITS:
         return {"adamw8bit": AdamW8bit, "flash-adamw": FlashAdamW}[config.optimizer], kwargs
     kept = {} if config.state_format == "fp32" else {"state_format": config.state_format}  # an argument of `Zero`
@@ -295,4 +293,4 @@ def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> 
         adamw = {"AdamW8bit": "C++ loop"} if in_a_loop else describe(device, config.kernels, ["adamw8bit"])
     else:
         adamw = {"AdamW": "torch fused" if config.fused else "torch"}
-    return {**served, **({"Muon": "torch"} if config.optimizer in OF_MATRICES else {}), **adamw}
+    return {**served, **({"Muon": "torch"} if config.optimizer == "muon" else {}), **adamw}
