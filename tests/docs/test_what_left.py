@@ -26,7 +26,7 @@ LEFT = [
     r"integrations[./]lightning|zeroshard\[lightning\]|import Lightning",
     r"zero_scope|scope_probe|current_scope|comm import .*\bscope\b",
     r"data[./]mixing\b|--data[.]mix\b|data\.mix\b|\[data\.mix\]",
-    r"--dtype fp8|zeroshard\[fp8\]|(models|predict)[./]float8",
+    r"--dtype fp8|(models|predict)[./]float8",
     r"profile[._]overlap|profiling[./]overlap|overlap_s_per_step|add_done_callback|trace/trace\.json|clock_offsets",
     r"plan .*--dry-run|predict[./]dry_run|lowest[-_]bandwidth|plan .*--compile\b|memory_points_bytes|allocator_bytes",
     r"largest[-_]micro[-_]batch|early[-_]stop\b",
