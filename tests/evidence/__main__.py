@@ -61,6 +61,7 @@ def _cover(folder: Path) -> tuple[dict[str, float], dict[tuple[str, int], set[st
 
 def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float) -> int:
     costs, lines, chosen = _cover(folder)
+    chosen = choice.cautious(costs, lines.values(), chosen)
     tried = {(row[0], row[1]) for row in _rows(folder)}
     wanted = []
     for mistake in mistakes.drawn([line for line in lines if line[0].startswith(below)], num, seed):
@@ -74,7 +75,9 @@ def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float) -> i
     new = _rows(folder)[-len(wanted) :] if wanted else []
     seen = [row for row in new if row[4] in (trials.SEEN, trials.HUNG)]
     outside = [row for row in seen if row[5] not in chosen]
-    print(f"{dict(Counter(row[4] for row in new))}; {len(outside)} of {len(seen)} by tests outside of the cover so far")
+    print(
+        f"{dict(Counter(row[4] for row in new))}; {len(outside)} of {len(seen)} by tests outside of the choice so far"
+    )
     return int(status)
 
 

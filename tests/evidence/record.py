@@ -110,7 +110,7 @@ def tests_of_lines(folder: Path) -> dict[tuple[str, int], set[str]]:
         for path, context, numbits in rows:
             test = context.rpartition(observed.OF_A_TEST)[2] if observed.OF_A_TEST in context else ""
             test = test or observed.name_of(context)
-            if test:
+            if test and path.endswith(".py"):  # and no template of a report
                 name = path.rpartition(f"{PACKAGE}/")[2]  # of whichever checkout was recorded
                 for line in numbits_to_nums(numbits):
                     found[name, line].add(test)

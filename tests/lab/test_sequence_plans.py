@@ -31,6 +31,7 @@ def exchanges(trace):
     return [(span.event.num_bytes, span.event.num_ranks) for span in trace.spans if span.event.name == "exchange"]
 
 
+@pytest.mark.redundant(but=["full"])
 @pytest.mark.parametrize("how", ["none", "full", "every:2"])
 def test_a_block_exchanges_twice_in_forward_and_in_backward_and_again_where_it_is_recomputed(how):
     model = replace(CONFIG, activation_checkpointing=how).build()
@@ -106,6 +107,7 @@ def test_a_dry_run_sends_what_is_planned():
     assert found["peak"]["predicted"] == pytest.approx(found["peak"]["measured"], rel=0.03)
 
 
+@pytest.mark.redundant(but=["more1"])
 @pytest.mark.parametrize("more", [{"sequence_parallel": 1}, {"sequence_parallel": 2}])
 def test_a_dry_run_of_tiles_as_ranks_sends_and_holds_what_is_planned(more):
     given = {"model": {**TINY, "n_layer": 2, "activation_checkpointing": "full"}, "gpus": 2, "seq_len": 64, **more}

@@ -11,7 +11,7 @@ from zero.transport.test_reproducible import assert_same, train
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.kernels import adamw8bit, use_kernels
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
-from zeroshard.optim import AdamW8bit, FlashAdamW, fp32_state_dict
+from zeroshard.optim import AdamW8bit, FlashAdamW, Muon8bit, MuonAdamW, fp32_state_dict
 from zeroshard.zero import FlatLayout, Offload, Zero
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
@@ -92,6 +92,34 @@ def test_the_result_has_the_same_bits_in_chunks_of_any_size(cls, dtype, monkeypa
             assert torch.equal(param, first)
             for kind, value in optimizer.state[param].items():
                 assert torch.equal(value, runs[0][1].state[first][kind])
+
+
+def test_a_weight_in_another_order_of_memory_takes_the_same_step():
+    torch.manual_seed(0)
+    start, grads = torch.randn(40, 30), torch.randn(2, 40, 30)
+    weights = nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())
+    optimizer = AdamW8bit(weights, 0.1)
+    for grad in grads:
+        for weight in weights:
+            weight.grad = grad.clone()
+        optimizer.step()
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[1], start)
+
+
+@pytest.mark.parametrize(
+    ("cls", "group"),
+    [
+        (AdamW8bit, {"params": [nn.Parameter(torch.zeros(4, dtype=torch.float64))]}),
+        (Muon8bit, {"params": [nn.Parameter(torch.zeros(4))]}),
+        (MuonAdamW, {"params": [nn.Parameter(torch.zeros(4))], "matrices": True}),
+    ],
+)
+def test_a_group_that_is_refused_is_not_added(cls, group):
+    optimizer = cls([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(ValueError, match="params: "):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_steps_are_near_those_of_adamw():

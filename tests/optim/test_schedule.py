@@ -43,6 +43,7 @@ def test_wsd_leaves_warm_up_alone_and_takes_a_step_at_least():
 def test_a_run_no_longer_than_its_warm_up_ends_within_it():
     assert learning_rate(4, lr=0.1, min_lr=0.0, warmup_steps=10, max_steps=5) == 0.1 * 5 / 10
     assert learning_rate(5, lr=0.1, min_lr=0.0, warmup_steps=5, max_steps=5) == 0.0
+    assert learning_rate(3, lr=0.1, min_lr=0.1, warmup_steps=0, max_steps=5) == 0.1
 
 
 @pytest.mark.parametrize(
