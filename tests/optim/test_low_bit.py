@@ -11,7 +11,7 @@ from zero.transport.test_reproducible import assert_same, train
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.kernels import adamw8bit, use_kernels
 from zeroshard.kernels.adamw8bit import decode_signed, decode_unsigned, encode_signed, encode_unsigned, joined, split
-from zeroshard.optim import AdamW8bit, FlashAdamW, Muon8bit, MuonAdamW, fp32_state_dict
+from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, fp32_state_dict
 from zeroshard.zero import FlatLayout, Offload, Zero
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
@@ -111,7 +111,6 @@ def test_a_weight_in_another_order_of_memory_takes_the_same_step():
     ("cls", "group"),
     [
         (AdamW8bit, {"params": [nn.Parameter(torch.zeros(4, dtype=torch.float64))]}),
-        (Muon8bit, {"params": [nn.Parameter(torch.zeros(4))]}),
         (MuonAdamW, {"params": [nn.Parameter(torch.zeros(4))], "matrices": True}),
     ],
 )
