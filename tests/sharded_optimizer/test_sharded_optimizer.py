@@ -608,6 +608,9 @@ def test_optimizers_that_need_all_parameters_at_once_are_refused_by_name():
         alone(params, "AdamW")
     with pytest.raises(ValueError, match="cannot be sharded again"):
         alone(params, ShardedOptimizer)
+    for left, instead in (("offload", r"use Zero\(model, stage=1, offload="), ("state_format", "use zero.optimizer")):
+        with pytest.raises(TypeError, match=f"^{left}: a ShardedOptimizer keeps states .*{instead}"):
+            ShardedOptimizer([nn.Parameter(torch.ones(2))], O.AdamW, comm=LocalCommunicator(), **{left: "int8"})
     with pytest.raises(ValueError, match="differentiable: autograd cannot follow"):
         alone(params, differentiable=True)
 

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from zeroshard.optimizer_classes.reach import no_class
 from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
-from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.optimizers.adoption import has_owner
 
 PER_RANK = ("params", "param_names")  # keys whose values differ between a group and the inner optimizer's group
@@ -25,20 +24,11 @@ def check_class(optimizer_cls: type[Optimizer], kwargs: dict[str, Any]) -> None:
     """Raise TypeError if ``optimizer_cls`` is no optimizer class, ValueError if it is set to be differentiable."""
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(no_class(optimizer_cls))
+    for name in {"offload", "state_format"} & kwargs.keys():
+        instead = "Zero(model, stage=1, offload=...)" if name == "offload" else "zero.optimizer(..., state_format=...)"
+        raise TypeError(f"{name}: a ShardedOptimizer keeps states on the device as its class does; use {instead}")
     if kwargs.get("differentiable"):
         raise ValueError("differentiable: autograd cannot follow weights from rank to rank; leave it False")
-
-
-def check_offload(offload: Any, kwargs: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if states cannot be where ``offload`` says."""
-    if not isinstance(offload, Offload):
-        raise TypeError(f"offload: {offload!r} is no Offload; give zeroshard.zero.Offload(grads='device')")
-    for field, name in (("grads", "gradients"), ("weights", "weights")):
-        if getattr(offload, field) != "device":
-            what = f"{getattr(offload, field)!r}, and a ShardedOptimizer leaves {name} where the model has them"
-            raise ValueError(f"offload.{field}: {what}; give {field}='device', or use zeroshard.Zero")
-    if kwargs.get("capturable"):
-        raise ValueError("capturable: no graph of a GPU has updates on the host; leave it False, or leave out offload")
 
 
 def check_reach(optimizer_cls: type[Optimizer], kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> str:

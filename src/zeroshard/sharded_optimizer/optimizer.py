@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,26 +45,15 @@ from zeroshard.optimizer_classes.saved_states import may_need_conversion
 from zeroshard.sharded_optimizer.acceptance import (
     PER_RANK,
     check_class,
-    check_offload,
     check_param,
     check_reach,
     describe,
 )
 from zeroshard.sharded_optimizer.ownership import Bucket, assign, pack
 from zeroshard.torch_internals import hooks_of
-from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.optimizers.state_dict import of_no_param
 
-if TYPE_CHECKING:
-    from zeroshard.sharded_optimizer.away import StatesAway
-    from zeroshard.state_formats.formats import StateFormat
-    from zeroshard.state_formats.operands import FormattedStates
-
 BUCKET_BYTES = 16 << 20
-
-
-def _nothing() -> None:
-    """There are no gradients to copy."""
 
 
 class ShardedOptimizer(Optimizer):
@@ -88,17 +77,12 @@ class ShardedOptimizer(Optimizer):
         bucket_bytes: parameters smaller than this are packed into broadcasts of at most so many bytes. Of these
             `MAX_PENDING_BROADCASTS` are in flight, which is all the memory that a step takes. A larger parameter is
             broadcast alone and in place (through a copy if it is not contiguous).
-        offload: keep states on the host or on disk, and update there: ``Offload(grads="device")``. There are no master
-            weights, so ``master`` is without effect. `step` waits for the updates.
-        state_format: how states are kept between steps, as `zeroshard.Zero.optimizer` takes it. A step decodes those of
-            one bucket at a time.
         **kwargs: for ``optimizer_cls``; ``fused`` and ``foreach`` too.
 
     Raises:
         TypeError: ``optimizer_cls`` is no optimizer class; ``params`` is a tensor or a set.
         ValueError: an optimizer that needs all parameters at once (named, with the reason), or is differentiable; no
-            parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ;
-            ``offload`` of gradients or weights, or with ``capturable``; states that cannot be kept in this format.
+            parameters; one that is sharded already, sparse, or on the meta device; ranks whose parameters differ.
     """
 
     def __init__(
@@ -109,8 +93,6 @@ class ShardedOptimizer(Optimizer):
         *,
         comm: Communicator | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        offload: Offload | None = None,
-        state_format: str = "fp32",
         **kwargs: Any,
     ) -> None:
         check_class(optimizer_cls, kwargs)
@@ -122,14 +104,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         if comm is not None and process_group is not None:
             raise ValueError("comm: process_group is given too, and both name the ranks; give one of the two")
-        if offload is not None:
-            check_offload(offload, kwargs)
         self.comm, self.bucket_bytes = communicator(comm, process_group), bucket_bytes
-        self._away: StatesAway | None = None
-        self._form: StateFormat | None = None
-        self._formatted: FormattedStates | None = None
-        if state_format != "fp32":
-            self._form = loaded("zeroshard.state_formats.formats", "format_of")(optimizer_cls, state_format)
         self.optim: Optimizer
         self._owners: dict[Tensor, int] = {}
         self._loads = [0] * self.comm.world_size
@@ -138,39 +113,12 @@ class ShardedOptimizer(Optimizer):
         self._consolidated_to: int | None = None
         with agreement(self.comm) as told:
             super().__init__(params, {})
-            if offload is not None:
-                self._away = loaded("zeroshard.sharded_optimizer.away", "StatesAway")(
-                    offload, self.comm.rank, bucket_bytes
-                )
             added, self._kwargs = self._assign(self.param_groups, told), kwargs
             self._no_closure = check_reach(optimizer_cls, kwargs, self.param_groups)
-            self._check_format(optimizer_cls, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
-            if self._form is not None:
-                of_states = loaded("zeroshard.state_formats.operands", "FormattedStates")
-                self._formatted = of_states(self.optim, self._form, self._place_of)
             self._take_options()
             told += self._settings()
         self._start_from_rank_0(added)
-        self._place(added)
-
-    def _check_format(self, optimizer_cls: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ValueError for a group whose states cannot be kept in the format."""
-        if self._form is not None:
-            for group in groups:
-                dtypes: dict[Any, torch.dtype] = {param: param.dtype for param in group["params"]}
-                self._form.blocks(optimizer_cls, {**self._kwargs, **group}, dtypes)
-
-    def _place_of(self, param: Any) -> tuple[str, int]:
-        """The name of a parameter by its number, or of a copy of it on the host; and its first element."""
-        if self._away is not None:
-            param = self._away.stands_for.get(param, param)
-        return str(self._numbers[param]), 0
-
-    def _place(self, added: list[Tensor]) -> None:
-        """Have the states of new parameters where ``offload`` says."""
-        if self._away is not None:
-            self._away.take([param for param in added if self._owners[param] == self.comm.rank])
 
     # -- groups -----------------------------------------------------------------------------------------------
 
@@ -200,7 +148,6 @@ class ShardedOptimizer(Optimizer):
                 added = self._assign(self.param_groups[num_groups:], told)
                 no_closure = check_reach(type(self.optim), self._kwargs, [param_group])
                 self._no_closure = self._no_closure or no_closure
-                self._check_format(type(self.optim), self.param_groups[num_groups:])
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
                 told += self._settings()
@@ -210,7 +157,6 @@ class ShardedOptimizer(Optimizer):
             raise
         self._state_has_changed()
         self._start_from_rank_0(added)
-        self._place(added)
 
     def _assign(self, groups: list[dict[str, Any]], told: list[str]) -> list[Tensor]:
         """Assign owners to the parameters of new groups; return these parameters, and describe them in the list."""
@@ -279,7 +225,7 @@ class ShardedOptimizer(Optimizer):
         self._state_has_changed()
         self._give_options()
         if closure:  # as in torch's ZeroRedundancyOptimizer: any false value means no closure
-            loss = self._update_at_once(kwargs, torch.enable_grad()(closure))
+            loss = self.optim.step(closure=torch.enable_grad()(closure), **kwargs)
         buckets = self._buckets()
         params = list(self._owners)
         mine = [{params[i] for i in bucket.members} for bucket in buckets if bucket.owner == self.comm.rank]
@@ -316,76 +262,24 @@ class ShardedOptimizer(Optimizer):
         def is_everywhere(index: int) -> bool:
             return len({self._owners[param] for param in self.param_groups[index]["params"]}) == self.comm.world_size
 
-        lines = described(self.optim, (len(group["params"]) for group in self.param_groups), is_everywhere)
-        return [*lines, f"states in {'fp32' if self._form is None else self._form.name}"]
+        return described(self.optim, (len(group["params"]) for group in self.param_groups), is_everywhere)
 
     @property
     def _of_torch(self) -> bool:
         """Whether the class is torch's own: these skip parameters without gradients, and count steps per parameter."""
         return type(self.optim).__module__.startswith("torch.optim.")
 
-    def _update_at_once(self, kwargs: dict[str, Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Update all of this rank's parameters in one step of the class; return its result."""
-        if self._away is None:
-            return self._step(kwargs, closure)
-        with self._away.walk(self.optim, []), self._away.all_at_once(self.optim) as copy_grads:
-            return self._step(kwargs, closure, copy_grads)
-
-    def _step(
-        self,
-        kwargs: dict[str, Any],
-        closure: Callable[[], Any] | None = None,
-        copy_grads: Callable[[], None] = _nothing,
-    ) -> Any:
-        """Run the class's step on what its groups hold; ``copy_grads`` once gradients are there."""
-        formatted = self._formatted
-
-        def begin() -> None:
-            copy_grads()
-            if formatted is not None:
-                formatted.bring(formatted.elsewhere(p for group in self.optim.param_groups for p in group["params"]))
-
-        def computed() -> Any:
-            assert closure is not None
-            loss = closure()
-            begin()
-            return loss
-
-        if closure is None:
-            begin()
-        try:
-            return self.optim.step(closure=computed, **kwargs) if closure else self.optim.step(**kwargs)
-        finally:
-            if formatted is not None:
-                formatted.take_back()
-
     def _update_in_parts(self, mine: list[set[Tensor]], kwargs: dict[str, Any]) -> Iterator[None]:
         """At each `next`, update this rank's next bucket, or all its parameters at once: [Note: Update in parts]."""
         hooked = hooks_of(self.optim, "step_pre") or hooks_of(self.optim, "step_post")
-        alone = self.comm.world_size == 1
-        whole = alone and self._away is None and self._formatted is None
-        if whole or hooked or not self._of_torch:
-            self._update_at_once(kwargs)
+        if self.comm.world_size == 1 or hooked or not self._of_torch:
+            self.optim.step(**kwargs)
             yield
-        elif self._away is None:
-            for members in self._buckets_of_one() if alone else mine:
-                with _only(members, self.optim.param_groups):
-                    self._step(kwargs)
-                yield
         else:
-            parts = [set(part) for part in self._away.parts] if alone else mine
-            with self._away.walk(self.optim, parts):
-                for members in parts:
-                    with _only(members, self.optim.param_groups), self._away.brought(self.optim, members):
-                        self._step(kwargs)
-                    yield
-
-    def _buckets_of_one(self) -> list[set[Tensor]]:
-        """The parameters of the only rank, a bucket at a time."""
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        sizes, zeros = [param.nbytes for param in params], [0] * len(params)
-        buckets = pack(range(len(params)), zeros, sizes, _devices(params), self.bucket_bytes, 1)
-        return [{params[index] for index in bucket.members} for bucket in buckets]
+            for members in mine:
+                with _only(members, self.optim.param_groups):
+                    self.optim.step(**kwargs)
+                yield
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -401,8 +295,7 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"to: rank {to} is outside a world of {self.comm.world_size}; ranks count from 0")
         params = list(self._owners)
         number = {param: i for i, param in enumerate(params)}
-        of_params = [(key, flat(state)) for key, state in self.optim.state.items() if isinstance(key, Tensor)]
-        by_param = {number[key]: {kind: _alone(value) for kind, value in state.items()} for key, state in of_params}
+        by_param = {number[key]: flat(state) for key, state in self.optim.state.items() if isinstance(key, Tensor)}
         others = of_no_param(self.optim.state), self._added_by_class()
         gathered = gather_to(self.comm, (by_param, others), to, self.bucket_bytes)
         self._unsharded_state, self._consolidated_to = None, to
@@ -459,12 +352,7 @@ class ShardedOptimizer(Optimizer):
         make = partial(type(self.optim), **self._kwargs)
         pairs = zip(self.param_groups, saved_groups, strict=True)
         numbered = [pair for own, saved in pairs for pair in zip(saved["params"], own["params"], strict=True)]
-        block = 1 if self._form is None else self._form.block
-        kept_as = None if self._formatted is None else self._formatted.kept
-        facts = {
-            n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device, True, block, kept_as)
-            for n, p in numbered
-        }
+        facts = {n: ParamFacts(f"parameter {n}", tuple(p.shape), p.dtype, p.device, True, 1, None) for n, p in numbered}
         others = {key: value for key, value in state_dict["state"].items() if key not in facts}
         state_dict["state"] = {key: flat(state) for key, state in state_dict["state"].items() if key in facts}
         if any(may_need_conversion(make, state) for state in state_dict["state"].values()):
@@ -485,12 +373,7 @@ class ShardedOptimizer(Optimizer):
         own = {key: nested(state) for key, state in state_dict["state"].items() if owners[key] == self.comm.rank}
         added = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
         content = {**deepcopy(added), "state": deepcopy({**own, **others}), "param_groups": own_groups}
-        if self._away is None:
-            self.optim.load_state_dict(content)
-            if self._formatted is not None:
-                self._formatted.loaded(p for group in self.optim.param_groups for p in group["params"])
-        else:
-            self._away.load(self.optim, content, self._formatted)
+        self.optim.load_state_dict(content)
         self._take_options()
         self._state_has_changed()
         for hook in hooks_of(self, "load_state_dict_post").values():
@@ -506,12 +389,6 @@ class ShardedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self.optim).__name__} on rank {self.comm.rank} of {self.comm.world_size}: {super().__repr__()}"
-
-
-def _alone(value: Any) -> Any:
-    """The same value; a copy if it is a tensor in memory with others, such as a view of the file."""
-    shared = isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes
-    return value.clone() if shared else value
 
 
 def _devices(params: list[Tensor]) -> list[int]:
