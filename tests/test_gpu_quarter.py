@@ -180,9 +180,12 @@ def test_the_commands_of_the_readme_are_short_and_name_what_is_there():
     blocks = [block for block in re.findall(r"```sh\n(.*?)```", text, re.S) if "--seconds" in block]
     assert ["--seconds 480" in blocks[0], "--seconds 200" in blocks[1], len(blocks)] == [True, True, 2]
     assert all(len(block) < 2000 for block in blocks)
-    from quarter import ROWS
+    from quarter import NEXT, ROWS
 
-    assert sum(row.seconds for row in ROWS) <= 480
+    assert ROWS[: len(NEXT)] == NEXT
+    assert all(row.seconds < 60 for row in NEXT)
+    assert sum(row.seconds for row in NEXT) <= 480
+    assert sum(row.seconds for row in ROWS[len(NEXT) :]) <= 480
     assert all(row.limit_s >= 1.8 * row.seconds for row in ROWS)
 
 

@@ -53,7 +53,20 @@ class Row:
     worker: str = "speed"
 
 
+# What no GPU has measured yet: the first command of the next quarter.
+NEXT = (
+    Row("gpt2 whole", 58, 120, "tokens/s of GPT-2 124M compiled whole: a plain loop, ours at stages 1 and 3", "whole"),
+    Row("stage 3", 20, 60, "a step of one rank of 8 at stage 3, 16 rows: seconds, and until the host has queued it"),
+    Row("qwen 0.5b", 58, 120, "tokens/s of Qwen2.5-0.5B compiled whole, 32 and 16 rows", "whole"),
+    Row("qwen 1.5b", 59, 150, "tokens/s of Qwen2.5-1.5B compiled whole, 32 and 16 rows", "whole"),
+    Row("bf16 states", 55, 120, "Qwen2.5-0.5B compiled whole with both moments in bf16 and 32 rows", "whole"),
+    Row("our kernels", 58, 120, "GPT-2 124M compiled whole by each choice of kernels: none, the loss, all", "whole"),
+    Row("fp8", 50, 120, "blocks of a 7B, compiled: products in 8 bits beside bfloat16", "whole"),
+    Row("packed rows", 50, 120, "rows of 8,192 tokens: one document, several by blocks, several by a mask", "whole"),
+    Row("muon", 20, 60, "updates of GPT-2 124M and 1.5B by Muon, beside AdamW"),
+)
 ROWS = (
+    *NEXT,
     Row("right", 40, 120, "the bits of a plain loop, at every stage, by null ranks, by two ranks over gloo", "bits"),
     Row("kernels right", 40, 120, "every kernel against its reference, forward and backward", "bits"),
     Row("gpt2-124m", 115, 210, "tokens/s and MFU: plain loop, ours at stage 1, FSDP2; eager and compiled"),
@@ -93,6 +106,7 @@ def work(out: Path) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints goes into the log and is no answer
     import rows
+    import whole_models
 
     if rows.MAY_RUN:
         rows.environment_of(Results(out, "machine"))
@@ -102,7 +116,8 @@ def work(out: Path) -> int:
             return 1
         name, seconds = line.rstrip("\n").split("\t")
         say = Results(out, name)
-        function = getattr(rows, "".join(c if c.isalnum() else "_" for c in name))
+        called = "".join(c if c.isalnum() else "_" for c in name)
+        function = getattr(rows, called, None) or getattr(whole_models, called)
         try:
             function(rows.Budget(float(seconds)), say)
         except Exception:  # noqa: BLE001 -- a row that fails loses itself alone

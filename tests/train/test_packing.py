@@ -1,5 +1,7 @@
 """Packed rows are the examples that they hold: the same losses and gradients, in every model that takes them."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -143,3 +145,12 @@ def test_a_model_whose_loss_is_nan_is_not_taken_for_one_that_keeps_examples_apar
     torch.nn.init.constant_(model.norm.weight, float("nan"))
     with pytest.raises(UserError, match=r"data\.packing: attention crosses examples of a row \(.* by nan\)"):
         require_apart(model, "data.packing", 61, 1, 8, torch.device("cpu"))
+
+
+def test_what_a_compiled_model_asks_of_its_thread_is_there_before_the_first_call():
+    """Else the graph of that call is guarded by its absence, and torch calls that a bug of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(dict(vars(hugging_face._documents))))
+    thread.start()
+    thread.join()
+    assert found == [{"is_one": False}]

@@ -312,7 +312,8 @@ def _name_of_cache(kind: type[nn.Module]) -> str:
 
 
 class _Documents(threading.local):  # the compiler cannot read a ContextVar
-    is_one = False
+    def __init__(self) -> None:
+        self.is_one = False  # of the instance: a graph of the first call would be guarded by its absence there
 
 
 _documents = _Documents()
