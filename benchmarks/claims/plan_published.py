@@ -62,6 +62,8 @@ class Case:
         weights: dtype of the weights that the optimizer updates: ``bfloat16`` has no masters.
         reshard: whether weights are freed after forward.
         autocast: whether weights and gradients are fp32, and cast around forward.
+        kept_beside: what its code keeps of each block that ours does not, in 16 bits: ``joint qkv``, the queries and
+            keys of one product before they are rotated; ``expanded kv``, keys and values repeated for all heads.
         units: ``blocks``, or ``all``: embedding and head are units of their own.
     """
 
@@ -92,6 +94,7 @@ class Case:
     reshard: bool = True
     units: str = "blocks"
     autocast: bool = False
+    kept_beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,7 @@ def _cases(source: dict[str, Any]) -> Iterable[Case]:
             reshard=row.get("reshard", True),
             units=row.get("units", "blocks"),
             autocast=row.get("autocast", False),
+            kept_beside=row.get("kept_beside", ""),
         )
 
 
@@ -186,12 +190,22 @@ def outcome_of(case: Case) -> Outcome:
         reshard_after_forward=case.reshard,
         impl=case.impl,
         attention=case.attention,
-        loss=case.loss,
+        loss=case.loss or ("compiled" if case.impl == "compile" else None),
         autocast=case.autocast,
     )
     row = planner.row(case.stage, case.micro_batch, case.shard_size)
     beside = {"allocated": row.process.allocated, "reserved": row.process.reserved, "card": row.process.total}
-    return Outcome(case, row.tokens_per_s / case.gpus, row.step.peak.total + beside[case.memory_is], row.fits)
+    num_bytes = row.step.peak.total + beside[case.memory_is] + _kept_beside(case, planner.workload.model.config)
+    return Outcome(case, row.tokens_per_s / case.gpus, num_bytes, row.fits)
+
+
+def _kept_beside(case: Case, config: Any) -> int:
+    """Bytes of all blocks, which keep nothing of it where they are recomputed."""
+    if not case.kept_beside or case.recompute != "none":
+        return 0
+    kv = config.n_embd // config.n_head * config.n_kv_head
+    columns = {"joint qkv": config.n_embd + kv, "expanded kv": 2 * (config.n_embd - kv)}[case.kept_beside]
+    return 2 * case.micro_batch * case.seq_len * columns * config.n_layer
 
 
 def _model_of(case: Case, overrides: Mapping[str, Any]) -> dict[str, Any]:

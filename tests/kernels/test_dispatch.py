@@ -8,6 +8,7 @@ import torch
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import CHOICES, OPERATIONS, choose, describe, dispatch, use_kernels
+from zeroshard.kernels.launch import traced
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -94,6 +95,22 @@ def test_who_serves_is_told_by_name(machine):
     assert set(describe(CPU).values()) == {"reference"}
     assert len(describe(CPU)) == len(OPERATIONS)
     assert CHOICES == ("auto", "reference", "triton")
+
+
+def test_compiled_code_has_the_compilers_kernels_but_for_the_losses(machine):
+    """Also where a plan traces as if it were compiled."""
+    fused = {"layer_norm", "rms_norm", "rope", "swiglu"}
+    with traced(lambda *_: None, compiled=True):
+        found = {operation: choose(operation, CUDA, "auto") for operation in OPERATIONS}
+        assert {choose(operation, CUDA, "triton") for operation in OPERATIONS} == {"triton"}
+    assert {operation for operation, backend in found.items() if backend == "reference"} == fused
+
+    def asked(x):
+        return x + sum(choose(operation, CUDA, "auto") == "reference" for operation in OPERATIONS)
+
+    compiled = torch.compile(asked, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())).item() == len(fused)
+    assert asked(torch.zeros(())).item() == 0
 
 
 def test_without_triton_everything_imports_and_the_reference_serves():

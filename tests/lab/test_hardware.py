@@ -27,7 +27,7 @@ def test_every_row_is_positive_has_a_source_and_a_link_of_the_table():
         assert device.source
         assert device.link in LINKS
         assert device.sustained in ("", *SUSTAINED)
-        assert 0 < device.matmul_share <= 1
+        assert 0 < device.matmul_share <= 1.1  # GeForce boards have higher clocks than their data sheets say
         assert min(device.memory_bytes, device.bytes_per_s, *device.matmul_flops_per_s.values()) > 0
     for link in LINKS.values():
         assert link.source

@@ -11,7 +11,6 @@ from zeroshard.lab.predict.process_memory import (
     COMPILED_LOGIT_BYTES,
     CONTEXT_BYTES,
     FRAGMENTS,
-    KEPT_BY_COMPILED,
     NCCL_BYTES,
     NCCL_PAIR_BYTES,
     PLAIN_LOGIT_BYTES,
@@ -58,7 +57,9 @@ def test_each_group_of_ranks_has_buffers_of_its_own_and_one_rank_none():
     ("software", "own_loss", "allocated", "unused"),
     [
         (FUSED, True, 0, 0),
-        (COMPILED, True, COMPILED_LOGIT_BYTES, 0),
+        (COMPILED, True, 0, 0),  # our own loss
+        (COMPILED, False, 0, 0),  # compiled with the model: the trace has it
+        (replace(COMPILED, loss="compiled"), True, COMPILED_LOGIT_BYTES, 0),
         (replace(COMPILED, loss="plain"), True, PLAIN_LOGIT_BYTES, PLAIN_LOGIT_HOLE_BYTES),
         (replace(COMPILED, loss="chunked"), True, 0, 0),
         (EAGER, False, 0, PLAIN_LOGIT_HOLE_BYTES),  # the trace has them
@@ -66,16 +67,16 @@ def test_each_group_of_ranks_has_buffers_of_its_own_and_one_rank_none():
     ],
 )
 def test_logits_are_there_with_all_activations_by_how_the_loss_is_computed(software, own_loss, allocated, unused):
-    what = Process(num_logits=GB, own_loss=own_loss, recomputes=True)
+    what = Process(num_logits=GB, own_loss=own_loss)
     found = process_memory(_step(AT_LOSS, AT_LOSS), H100, software, what)
     assert (found.logits, found.freed) == (allocated * GB, unused * GB)
 
 
 def test_logits_that_are_less_than_the_peak_elsewhere_cost_nothing():
-    what = Process(num_logits=GB // 8, own_loss=True, recomputes=True)
-    found = process_memory(_step(PEAK, AT_LOSS), H100, COMPILED, what)
+    what, apart = Process(num_logits=GB // 8, own_loss=True), replace(COMPILED, loss="compiled")
+    found = process_memory(_step(PEAK, AT_LOSS), H100, apart, what)
     assert (found.logits, found.freed) == (0, 0)
-    more = process_memory(_step(PEAK, AT_LOSS), H100, COMPILED, replace(what, num_logits=GB))
+    more = process_memory(_step(PEAK, AT_LOSS), H100, apart, replace(what, num_logits=GB))
     assert more.logits == (8 + COMPILED_LOGIT_BYTES - 10) * GB  # of another moment than the peak
 
 
@@ -89,11 +90,8 @@ def test_shards_of_gradients_leave_room_that_nothing_fits_into_and_whole_ones_do
     assert process_memory(_step(PEAK, grads=3), H100, FUSED, Process(shards_grads=True)).freed == 0
 
 
-def test_compiled_code_keeps_more_of_blocks_and_nothing_that_backward_does_not_read():
-    whole = process_memory(_step(AT_LOSS), H100, COMPILED, Process())
-    assert whole.compiled == round(KEPT_BY_COMPILED * 5 * GB)
-    selective = process_memory(_step(AT_LOSS), H100, COMPILED, Process(recomputes=True, unread_bytes=GB))
-    assert selective.compiled == -GB
+def test_compiled_code_keeps_nothing_that_backward_does_not_read():
+    assert process_memory(_step(AT_LOSS), H100, COMPILED, Process(unread_bytes=GB)).compiled == -GB
     assert process_memory(_step(AT_LOSS), H100, EAGER, Process(unread_bytes=GB)).compiled == 0
 
 

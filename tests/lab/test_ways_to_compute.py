@@ -1,5 +1,9 @@
 """Plans of ways in which blocks compute and weights are kept: autocast, 16-bit weights, compiled."""
 
+import json
+import statistics
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -56,11 +60,10 @@ def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
     assert all(held[name] == num_bytes for name, num_bytes in planned.items())
 
 
-def test_compiled_code_is_fused_under_autocast_and_from_the_reference():
+def test_compiled_code_is_fused_under_autocast_and_beyond_our_kernels():
     plain, compiled = _row(autocast=True), _row(autocast=True, impl="compile")
     assert sum(a.num_bytes for a in _works(compiled)) < 0.8 * sum(a.num_bytes for a in _works(plain))
-    ours, reference = (_row(impl="compile", kernels=kernels) for kernels in ("auto", "reference"))
-    assert (ours.needed_bytes, ours.timing.step_s) == (reference.needed_bytes, reference.timing.step_s)
+    assert _row(impl="compile").timing.step_s < _row(impl="kernels").timing.step_s  # norms take in what is around them
 
 
 def test_a_module_of_others_is_issued_operation_by_operation():
@@ -76,3 +79,15 @@ def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
     assert found.rows[0].padding > 2
     assert "Muon keeps tensors whole" in " ".join(notes(found))
     assert not notes(_plan(optimizer="adamw", world_size=64))
+
+
+def test_gpt2_compiled_whole_is_planned_as_an_h100_took_it():
+    """A plain loop under autocast, planned from the rates of the data sheet."""
+    results = Path(__file__).parents[2] / "benchmarks" / "gpu" / "results" / "h100-2026-11-28.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    whole = [row for row in rows if row.get("case") == "plain, compile whole" and "step_s" in row]
+    given = {"overrides": {"vocab_size": 50304, "seq_len": 1024}, "stage": 0, "micro_batch": 16, "impl": "compile"}
+    given |= {"kernels": "reference", "attention": "cudnn", "autocast": True}
+    row = plan("gpt2-124m", gpu="h100-80gb", global_batch=whole[0]["tokens"] // 1024, **given).rows[0]
+    measured_s = statistics.median(each["step_s"] for each in whole)
+    assert row.timing.step_s == pytest.approx(measured_s, rel=0.1)

@@ -1,10 +1,11 @@
 """Choose the backend of an operation: plain PyTorch (the reference) or our Triton kernels.
 
 The choice is explicit. It is the argument ``kernels=`` of each function and module; if that is None, the choice of the
-surrounding `use_kernels`; without one, ``"auto"``: Triton on a CUDA device if it is installed, else the reference. A
-backend that was requested by name is used, or an error is raised. A call inside a recomputed block (activation
-checkpointing) runs again on a thread of autograd, which does not see `use_kernels`: pass the argument there, as the
-models do.
+surrounding `use_kernels`; without one, ``"auto"``: Triton on a CUDA device if it is installed, else the reference. In
+code that `torch.compile` compiles, ``"auto"`` is the reference for operations that the compiler fuses with their
+neighbours, which a node of ours would prevent (`Operation.fused_by_compiler`). A backend that was requested by name is
+used, or an error is raised. A call inside a recomputed block (activation checkpointing) runs again on a thread of
+autograd, which does not see `use_kernels`: pass the argument there, as the models do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal, get_args
 import torch
 
 from zeroshard.errors import UserError
-from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED, is_traced
+from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED, is_compiled, is_traced
 
 Backend = Literal["reference", "triton"]
 Choice = Literal["auto", "reference", "triton"]
@@ -29,17 +30,23 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A row of `OPERATIONS`: the name of the operation in runs and reports."""
+    """A row of `OPERATIONS`.
+
+    Attributes:
+        name: of the operation, in runs and reports.
+        fused_by_compiler: whether ``auto`` leaves it to `torch.compile`, in code that this compiles.
+    """
 
     name: str
+    fused_by_compiler: bool = False
 
 
 # A new operation is one file in this folder and one row here.
 OPERATIONS: dict[str, Operation] = {
-    "layer_norm": Operation("LayerNorm"),
-    "rms_norm": Operation("RMSNorm"),
-    "rope": Operation("RoPE"),
-    "swiglu": Operation("SwiGLU"),
+    "layer_norm": Operation("LayerNorm", fused_by_compiler=True),
+    "rms_norm": Operation("RMSNorm", fused_by_compiler=True),
+    "rope": Operation("RoPE", fused_by_compiler=True),
+    "swiglu": Operation("SwiGLU", fused_by_compiler=True),
     "cross_entropy": Operation("CrossEntropy"),
     "linear_cross_entropy": Operation("LinearCrossEntropy"),
     "adamw": Operation("AdamW"),
@@ -90,7 +97,7 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
         UserError: a ValueError; the backend that was requested by name is not available, or there is no such choice.
     """
     choice = asked_for(kernels)
-    if choice == "reference":
+    if choice == "reference" or (is_compiled() and left_to_compiler(operation, choice)):
         return "reference"
     if is_traced():
         return "triton"
@@ -107,6 +114,11 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
         what = f"triton was asked for and the tensors are on {device.type}"
         raise UserError("kernels", what, "move them to a CUDA device, or use auto or reference")
     return "triton"
+
+
+def left_to_compiler(operation: str, kernels: Choice | None) -> bool:
+    """Whether `torch.compile` computes ``operation`` of code that it compiles: `Operation.fused_by_compiler`."""
+    return asked_for(kernels) == "auto" and operation in OPERATIONS and OPERATIONS[operation].fused_by_compiler
 
 
 def describe(

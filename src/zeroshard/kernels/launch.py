@@ -48,24 +48,32 @@ _UNCHANGED: AbstractContextManager[None] = nullcontext()
 Launcher = Callable[..., None]
 Traced = Callable[[str, tuple[Any, ...]], None]
 _traced: ContextVar[Traced | None] = ContextVar("traced", default=None)
+_as_compiled: ContextVar[bool] = ContextVar("as_compiled", default=False)
 
 
 @contextmanager
-def traced(instead: Traced) -> Generator[None]:
+def traced(instead: Traced, *, compiled: bool = False) -> Generator[None]:
     """In this block, on this thread, run operations on tensors without values as if on a GPU with Triton.
 
     They allocate the same tensors. Instead of a launch, ``instead`` is called with the launcher's name and arguments.
+    ``compiled``: whether they are to be those of code that `torch.compile` compiles.
     """
-    token = _traced.set(instead)
+    tokens = _traced.set(instead), _as_compiled.set(compiled)
     try:
         yield
     finally:
-        _traced.reset(token)
+        _traced.reset(tokens[0])
+        _as_compiled.reset(tokens[1])
 
 
 def is_traced() -> bool:
     """Whether this code runs inside `traced`; False under `torch.compile`."""
     return not torch.compiler.is_compiling() and _traced.get() is not None  # the compiler cannot read a ContextVar
+
+
+def is_compiled() -> bool:
+    """Whether `torch.compile` compiles this code, or `traced` runs it as if it did."""
+    return torch.compiler.is_compiling() or _as_compiled.get()
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -100,8 +100,8 @@ class PlanConfig(Config):
     kernels: Literal["auto", "reference", "triton"] = Field("auto", description="Kernels of norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
         "auto",
-        description="How a GPU computes: eager, torch.compile, or fused kernels; auto: kernels for our models, eager "
-        "for others.",
+        description="How a GPU computes: eager, torch.compile of the model, or fused kernels; auto: kernels for our "
+        "models, eager for others.",
     )
     attention: Literal["flash-1", "flash-2", "flash-3", "cudnn"] = Field(
         "flash-2", description="Fused attention that a GPU runs."

@@ -61,10 +61,10 @@ def _rates(plan: Planner) -> list[tuple[str, str, str]]:
     device, cluster = plan.device, plan.cluster
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
-    told = [("data sheet" if device.matmul_share < 1 else "device", both, device.source)]
+    told = [("data sheet" if device.matmul_share != 1 else "device", both, device.source)]
     if device.sustained:
         told += _sustained(plan.software, SUSTAINED[device.sustained])
-    elif device.matmul_share < 1:
+    elif device.matmul_share != 1:
         told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
     told += _quantising(plan)
     links = [("within a node", cluster.within)] * (min(cluster.ranks_per_node, cluster.world_size) > 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -221,7 +221,6 @@ class Planner:
         self, step: Step, strategy: ShardingStrategy, micro_batch: int, num_shards: int, node_size: int
     ) -> ProcessMemory:
         workload = self.workload
-        config = getattr(workload.model, "config", None)
         what = Process(
             num_logits=micro_batch * workload.tokens_of_rank * workload.vocab_size,
             group_sizes=(
@@ -234,7 +233,6 @@ class Planner:
             world_size=self.cluster.world_size,
             own_loss=workload.kernels != "reference",
             shards_grads=strategy.grads is SHARD and num_shards > 1,
-            recomputes=getattr(config, "activation_checkpointing", "none") != "none",
             unread_bytes=workload.unread_bytes(micro_batch),
             backend=self.cluster.within.backend,
         )
@@ -245,8 +243,7 @@ class Planner:
         workload = self.workload
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
-        compiled = self.software.impl == "compile"
-        trace = workload.trace(micro_batch, self.device.device_type, compiled=compiled)
+        trace = workload.trace(micro_batch, self.device.device_type, compiled=self._compiled)
         buffers = workload.buffers(
             num_shards, replicated=num_shards < self.cluster.world_size, reproducible=self.reproducible
         )
@@ -254,6 +251,16 @@ class Planner:
         if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
             step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
         return step
+
+    @property
+    def _compiled(self) -> Literal["", "compiled", "in pieces"]:
+        """What torch.compile makes of the model: one graph, on one rank whose state and inputs stay on the device."""
+        if self.software.impl != "compile":
+            return ""
+        config: Any = getattr(self.workload.model, "config", None)
+        leaves = self.offload is not None or getattr(config, "activation_checkpointing", "none") == "offload"
+        several = self.cluster.world_size > 1 or self.reproducible or self.software.loss is not None
+        return "in pieces" if several or leaves else "compiled"
 
     def _settings(
         self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False

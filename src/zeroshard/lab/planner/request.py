@@ -183,10 +183,11 @@ class Request:
     def who_computes(self) -> Choice:
         """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
-        Compiled code is planned like fused kernels; `zeroshard.lab.predict.process_memory` accounts for the difference.
+        A loss that is said to be computed apart from compiled code is planned like ours, and
+        `zeroshard.lab.predict.process_memory` accounts for the difference.
         """
         if self.impl == "compile" and self.calibration.device.device_type == "cuda":
-            return "auto" if self.kernels == "reference" else self.kernels
+            return "auto" if self.kernels == "reference" and self.loss is not None else self.kernels
         by_operation = (self.impl == "eager" or self.autocast) and self.kernels == "auto"
         return "reference" if by_operation else self.kernels
 

@@ -1,4 +1,4 @@
-"""The cost of blocks that torch.compile compiles, from the operations of their eager trace.
+"""The cost and the memory of what torch.compile compiles, from the operations of an eager trace.
 
     products, attention     stay kernels of their own
     sums over rows          too, such as the gradient of a norm's weight: such a kernel reads in another order
@@ -6,7 +6,10 @@
                             outside of the run, and writes what something outside of it reads
 
 What a forward computes in such a run and only a backward reads is not kept: the backward computes it again from what is
-in memory. Ansel et al. 2024, "PyTorch 2", https://doi.org/10.1145/3620665.3640366: fusion, and what is recomputed.
+in memory. So a graph keeps for its backward what operations that are kernels of their own read or make, and what
+several kernels of its forward read. Torch's partitioner looks for the least cut through the joint graph of forward and
+backward, and finds the same for our blocks (a test compares them). Ansel et al. 2024, "PyTorch 2",
+https://doi.org/10.1145/3620665.3640366: fusion, and what is recomputed.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ class Operation:
     reads: Bytes
     writes: Bytes
     sums_rows: bool = False  # whether it is a sum over all dimensions but the last
+    opaque: bool = False  # whether it is a kernel of ours
 
     @property
     def fuses(self) -> bool:
         """Whether the compiler computes it in one kernel with its neighbours."""
-        return not (self.work.shape or self.work.attention or self.work.flops)
+        return not (self.opaque or self.work.shape or self.work.attention or self.work.flops)
 
 
 def operation(
@@ -48,6 +52,15 @@ def operation(
     inputs, outputs = list(tensors_of((*args, *kwargs.values()))), list(tensors_of((result,)))
     sums = func._overloadpacket is _sum and inputs[0].dim() > 1 and outputs[0].numel() == inputs[0].shape[-1]
     return Operation(work, _bytes(inputs, number_of), _bytes(outputs, number_of), sums)
+
+
+def opaque(works: Sequence[Work], tensors: Iterable[Tensor], number_of: NumberOf) -> list[Operation]:
+    """Describe a call of a kernel of ours that costs ``works`` and reads or writes ``tensors``."""
+    first, *others = works
+    return [
+        Operation(first, _bytes(tensors, number_of), {}, opaque=True),
+        *(Operation(w, {}, {}, opaque=True) for w in others),
+    ]
 
 
 def _bytes(tensors: Iterable[Tensor], number_of: NumberOf) -> Bytes:
@@ -69,12 +82,18 @@ class Region:
     backward: bool
 
 
-def fused(operations: Sequence[Operation], regions: Sequence[Region]) -> dict[Operation, Work | None]:
-    """The kernels of compiled regions: each in the place of its last operation, and None for all others.
+def fused(
+    operations: Sequence[Operation], regions: Sequence[Region]
+) -> tuple[dict[Operation, Work | None], dict[int, set[int]]]:
+    """The kernels of compiled regions, and the storages that none writes, as they are read inside of kernels alone.
 
     Args:
         operations: all operations of a trace in order, also those outside of the regions.
         regions: its compiled regions.
+
+    Returns:
+        by operation the kernel of which it is the last, and None for all other operations of the regions; by number of
+        a storage that is not written, those that it is computed from.
     """
     kernels = _Kernels(operations, regions)
     found: dict[Operation, Work | None] = {}
@@ -82,7 +101,7 @@ def fused(operations: Sequence[Operation], regions: Sequence[Region]) -> dict[Op
         found.update(dict.fromkeys(region.operations))
         for run in _runs(region):
             found[run[-1]] = kernels.work_of(run)
-    return found
+    return found, kernels.not_written()
 
 
 def _runs(region: Region) -> list[list[Operation]]:
@@ -126,6 +145,16 @@ class _Kernels:
         """Whether ``reader`` is computed in the same kernel, or computes again what a forward's kernel has computed."""
         read = self._run_of.get(reader)
         return read is not None and (read == made or (read[1] and not made[1]))
+
+    def not_written(self) -> dict[int, set[int]]:
+        """By number of a storage that exists in registers alone, those in memory that it is computed from."""
+        found: dict[int, set[int]] = {}
+        for storage, maker in self._makers.items():
+            if maker in self._run_of and storage in self._read and storage not in self._in_memory:
+                reads: Bytes = {}
+                self._read_from((storage, 0), 0, reads, set())
+                found[storage] = {source for source, _ in reads}
+        return found
 
     def work_of(self, run: Sequence[Operation]) -> Work:
         """The work of operations that one kernel computes: what is both written and read inside of it stays there."""

@@ -117,6 +117,9 @@ def repeat_blocks(
     prefix = trace.units[before].rpartition(".")[0]
     blocks = (f"{prefix}.{index}" if prefix else str(index) for index in range(num_blocks))
     names = (*trace.units[:before], *blocks, *trace.units[few - after :])
+    # What the last span frees at once, such as the gradients of one graph, is that of few blocks in ``trace``.
+    more = sum(span.temporary for span in spans) - sum(span.temporary for span in trace.spans)
+    spans[-1] = replace(spans[-1], temporary=spans[-1].temporary - more)
     return replace(trace, units=names, spans=tuple(spans))
 
 

@@ -31,9 +31,10 @@ from zeroshard.comm import NullCommunicator
 from zeroshard.comm.base import DONE
 from zeroshard.comm.base import Work as Handle
 from zeroshard.errors import UserError
+from zeroshard.kernels import Choice
 from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
-from zeroshard.lab.predict.fusion import Operation, Region, fused, operation
+from zeroshard.lab.predict.fusion import Operation, Region, fused, opaque, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import fuse_dropout, in_recomputations, on_meta, serves
 from zeroshard.lab.predict.recorder import StorageEvents
@@ -60,6 +61,7 @@ from zeroshard.zero.kept_modules import cast_around, kept_params
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 
+COMPILED = "compiled", "in pieces"  # kinds of ``device_type``
 SCRATCH = -1  # stands for a storage that an operation allocates and frees
 
 Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
@@ -84,9 +86,9 @@ def trace_language_model(
         micro_batch: rows of the micro-batch.
         seq_len: tokens in a row.
         precision: the dtype policy.
-        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, ``"compiled"`` for these with blocks
-            compiled by torch.compile, or ``"eager"`` for PyTorch's own operations on a GPU, which keep all logits in
-            memory.
+        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, ``"eager"`` for PyTorch's own
+            operations there, which keep all logits in memory; ``"compiled"`` for the model compiled in one graph, ``"in
+            pieces"`` with a graph for each block and those around them.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
         sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
@@ -238,8 +240,7 @@ def _trace(
         if isinstance(fake, LanguageModel) and next(fake.parameters()).is_meta:
             in_recomputations(fake)
         root, specs = partition(fake, chosen)
-        compiled = list(fake.blocks) if device_type == "compiled" and isinstance(fake, LanguageModel) else []
-        log = _Log([root, *specs], compiled, on_gpu=device_type != "cpu")
+        log = _Log([root, *specs], device_type)
         if isinstance(fake, LanguageModel) and fake.matmul == "fp8":
             log.in_8_bits = {tuple(layer.weight.shape) for layer in fake.layers_in_8_bits}
         run_backward: Callable[[Tensor], None] = Tensor.backward
@@ -254,7 +255,7 @@ def _trace(
         log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
-        with _kernels_of(device_type, log), alike_tiles(log), recorder:
+        with _kernels_of(device_type, log, getattr(fake, "kernels", "auto")), alike_tiles(log), recorder:
             try:
                 with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
                     output = fake(*given)
@@ -309,11 +310,13 @@ def _fake(
 
 
 @contextmanager
-def _kernels_of(device_type: str, log: _Log) -> Generator[None]:
+def _kernels_of(device_type: str, log: _Log, kernels: Choice) -> Generator[None]:
     if device_type == "cpu":
         yield
         return
-    with all_logits() if device_type == "eager" else traced(log.launched), as_on_gpu():
+    compiled = device_type in COMPILED
+    plain = device_type == "eager" or (compiled and kernels == "reference")
+    with all_logits() if plain else traced(log.launched, compiled=compiled), as_on_gpu():
         yield
 
 
@@ -348,9 +351,10 @@ class _Unit:
 class _Log:
     """The hooks' listener in the engine's place: records events, allocations and operations in order."""
 
-    def __init__(self, specs: Sequence[UnitSpec], compiled: Sequence[nn.Module] = (), *, on_gpu: bool = False) -> None:
+    def __init__(self, specs: Sequence[UnitSpec], device_type: str = "cpu") -> None:
         self._entries: list[Event | Work | Operation | tuple[int, int]] = [Event("start")]
-        self._compiled, self._on_gpu = set(compiled), on_gpu
+        self._on_gpu, self._compiled = device_type != "cpu", device_type in COMPILED
+        self._whole = device_type == "compiled"
         self.in_8_bits: set[tuple[int, ...]] = set()  # sizes of the matrices that multiply in 8 bits
         self._regions: list[Region] = []
         self._region: list[Operation] | None = None
@@ -358,6 +362,7 @@ class _Log:
         self._places: dict[int, int] = {}  # each unit's place in the order of first calls
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
+        self._grads: list[Tensor] = []  # of one graph, which hands them over at its end
         self.forward = ForwardRun(0)
         self._takers: list[Any] = []
         for unit in self._units:
@@ -440,11 +445,17 @@ class _Log:
 
     def launched(self, name: str, args: tuple[Any, ...]) -> None:
         """Record one of our kernels: it reads and writes each of its tensors once, except for the projected loss."""
-        if name == "linear_cross_entropy":
-            self._entries += work_of_projected_loss(*args)
-            return
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        self._entries.append(Work(0, sum(map(bytes_read, tensors)), dtype_name(tensors[0].dtype)))
+        if name == "linear_cross_entropy":
+            works = list(work_of_projected_loss(*args))
+        else:
+            works = [Work(0, sum(map(bytes_read, tensors)), dtype_name(tensors[0].dtype))]
+        if self._region is None:
+            self._entries += works
+            return
+        found = opaque(works, tensors, self.number_of)
+        self._entries += found
+        self._region += found
 
     @property
     def backward(self) -> object:
@@ -478,11 +489,14 @@ class _Log:
     def _over(self) -> None:
         self._pass = None
         self._entries.append(Event("backward_over"))
+        self._grads.clear()
 
     def _taker(self, unit: _Unit, name: str) -> Callable[[Tensor], None]:
         def take(param: Tensor) -> None:
             self._backward()
             self._event("grad", unit, param=name)
+            if self._whole and param.grad is not None:
+                self._grads.append(param.grad)
             param.grad = None
 
         return take
@@ -495,19 +509,19 @@ class _Log:
         self._entries.append(Event(name, place, **details))
 
     def _enter_or_leave_region(self, name: EventName, unit: _Unit) -> None:
-        """Begin a region of `zeroshard.lab.predict.fusion` where a compiled block's forward or backward begins."""
-        if name in ("pre_forward", "recompute", "pre_backward"):
-            self._region = [] if unit.module in self._compiled else None
-            if self._region is not None:
-                self._regions.append(Region(self._region, backward=name == "pre_backward"))
-        elif name == "post_forward":
-            self._region = None
+        """Begin a region of `zeroshard.lab.predict.fusion`: forward or backward, or what of these is between events."""
+        if not self._compiled or name == "grad":
+            return
+        backward = name in ("pre_backward", "post_backward")
+        if not self._whole or not self._regions or (backward and not self._regions[-1].backward):
+            self._region = []
+            self._regions.append(Region(self._region, backward))
 
     # -- the result -------------------------------------------------------------------------------------------
 
     def spans(self) -> Generator[Span]:
         """The entries as spans."""
-        entries = self._with_kernels()
+        entries = self._as_compiled()
         begins = next(
             (i for i, e in enumerate(entries) if isinstance(e, Event) and e.name == "pre_backward"), len(entries)
         )
@@ -529,14 +543,25 @@ class _Log:
         assert event is not None
         yield _span(event, current, kept)
 
-    def _with_kernels(self) -> list[Event | Work | tuple[int, int]]:
-        """The entries, with the kernels of compiled blocks in the place of their operations."""
-        kernels = fused([entry for entry in self._entries if isinstance(entry, Operation)], self._regions)
+    def _as_compiled(self) -> list[Event | Work | tuple[int, int]]:
+        """The entries, with the kernels of compiled regions in the place of their operations, and what these write.
+
+        What is not written is computed again from what stays in memory for as long.
+        """
+        kernels, sources = fused([entry for entry in self._entries if isinstance(entry, Operation)], self._regions)
+        until: dict[int, int] = {}
+        for place, entry in enumerate(self._entries):
+            if isinstance(entry, tuple) and entry[1] < 0:
+                until |= dict.fromkeys(sources.get(entry[0], ()), place)
         found: list[Event | Work | tuple[int, int]] = []
-        for entry in self._entries:
+        later: dict[int, list[tuple[int, int]]] = {}
+        for place, entry in enumerate(self._entries):
             told = kernels.get(entry, entry.work) if isinstance(entry, Operation) else entry
-            if told is not None:
+            if isinstance(told, tuple) and told[1] < 0 and until.get(told[0], 0) > place:
+                later.setdefault(until[told[0]], []).append(told)
+            elif told is not None and not (isinstance(told, tuple) and told[0] in sources):
                 found.append(told)
+            found += later.get(place, ())
         return found
 
 

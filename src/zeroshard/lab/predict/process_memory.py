@@ -8,9 +8,9 @@
                 exactly (`comm_buffer_bytes`).
     workspace   cuBLAS's workspace, in the allocator: 32 MiB on Hopper and later, 8 MiB before (PyTorch's default).
     logits      logits that the loss keeps beyond those in the model's trace; depends on how the loss is computed.
-    compiled    torch.compile keeps more activations of a block than hand-written kernels. But it does not keep the
-                output of a block's last product, which selective recomputation keeps, because backward does not read it
-                (counted in the saved tensors of one of our blocks through torch.compile).
+    compiled    torch.compile does not keep the output of a block's last product, which selective recomputation keeps,
+                because backward does not read it (counted in the saved tensors of one of our blocks through
+                torch.compile). What else it keeps is in the model's trace: `zeroshard.lab.predict.fusion`.
     freed       sharded gradients that were freed after the update. Most activations are larger than a shard and do not
                 fit into the gap that it leaves; the gap of unsharded gradients is used again.
     fragments   memory that the allocator has reserved and that no tensor uses: a share of the memory that is allocated
@@ -52,7 +52,6 @@ COMPILED_LOGIT_BYTES = 8
 # Bytes per logit of a plain loss: in backward the log-softmax in fp32, its gradient, and the gradient of the fp32
 # logits. The 16-bit logits are freed by then, and the gap that they leave is too small for any of these.
 PLAIN_LOGIT_BYTES, PLAIN_LOGIT_HOLE_BYTES = 12, 2
-KEPT_BY_COMPILED = 0.08  # additional activations, as a share; from the same runs without recomputation
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ class Process:
     world_size: int = 1  # number of all ranks
     own_loss: bool = False  # whether the trace has our own loss, which keeps only a chunk of the logits at a time
     shards_grads: bool = False  # whether gradients are sharded between a backward and the update
-    recomputes: bool = False  # whether blocks recompute activations
     unread_bytes: int = 0  # bytes of activations that are kept although backward does not read them
     backend: str = ""  # of the ranks of a CPU, as `zeroshard.comm.registry` names it; empty: not known
 
@@ -116,7 +114,7 @@ SOURCES: Mapping[str, str] = {
     "cuda_context": "measured by a user of an A100",
     "cublas_workspace": "PyTorch's default",
     "logits": "by how the loss is computed: runs of LitGPT on H100, compiled; PyTorch's operations, plain",
-    "compiled_code": "fitted to runs of LitGPT on H100",
+    "compiled_code": "what selective recomputation keeps and the compiler does not",
     "freed_gradients": "the gradients' shards, which activations do not fit into",
     "fragments": f"{FRAGMENTS:.0%} of what comes and goes: reserved over allocated in nanotron's logs",
     "comm_buffers": "NCCL: measured by a user of four A100; ours: by their sizes",
@@ -136,10 +134,7 @@ def process_memory(step: Step, device: Device, software: Software, what: Process
             fullest, logits, freed = step.at_loss, there - fullest.total, hole_bytes * what.num_logits
     if what.shards_grads:
         freed += max(step.before_update.get("grads", 0) - fullest.by_category.get("grads", 0), 0)
-    compiled = 0
-    if software.impl == "compile":
-        more = 0.0 if what.recomputes else KEPT_BY_COMPILED
-        compiled = round(more * fullest.by_category.get("activations", 0)) - what.unread_bytes
+    compiled = -what.unread_bytes if software.impl == "compile" else 0
     coming = step.peak.total + logits + compiled - sum(fullest.by_category.get(name, 0) for name in STATES)
     return ProcessMemory(
         context=CONTEXT_BYTES,
@@ -179,7 +174,8 @@ def comm_buffer_bytes(backend: str, world_size: int, group_sizes: Iterable[int],
 
 def _logit_bytes(software: Software, *, own_loss: bool) -> tuple[int, int]:
     """Bytes per logit that the loss allocates beyond the trace, and those of a gap that stays unused."""
-    loss = software.loss or ("compiled" if software.impl == "compile" else "chunked" if own_loss else "plain")
+    in_trace = own_loss or software.impl == "compile"  # by chunks, or compiled with the model
+    loss = software.loss or ("chunked" if in_trace else "plain")
     if loss == "plain":
         return (PLAIN_LOGIT_BYTES if own_loss else 0), PLAIN_LOGIT_HOLE_BYTES
     return (COMPILED_LOGIT_BYTES if loss == "compiled" and own_loss else 0), 0

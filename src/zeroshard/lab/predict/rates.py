@@ -111,7 +111,7 @@ def spread(device: Device) -> tuple[float, float]:
     """The range of predicted over published rates on such a device; (1, 1) if the device's rates were measured."""
     if device.sustained and SUSTAINED[device.sustained].fitted:
         return SPREAD
-    return SPREAD_UNCALIBRATED if device.device_type != "cpu" and device.matmul_share < 1 else (1.0, 1.0)
+    return SPREAD_UNCALIBRATED if device.device_type != "cpu" and device.matmul_share != 1 else (1.0, 1.0)
 
 
 def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:

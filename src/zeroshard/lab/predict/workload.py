@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -139,14 +139,13 @@ class Workload:
             return 0
         return input_slot_bytes(model, micro_batch * self.tokens_of_rank, getattr(torch, self.dtype))
 
-    def trace(self, micro_batch: int, device_type: str = "cpu", *, compiled: bool = False) -> Trace:
-        """The trace of one micro-batch; ``compiled``: torch.compile compiles the blocks.
-
-        Our models with kernels of their own in their blocks are planned with these: what they fuse is much the same.
-        """
+    def trace(
+        self, micro_batch: int, device_type: str = "cpu", *, compiled: Literal["", "compiled", "in pieces"] = ""
+    ) -> Trace:
+        """The trace of one micro-batch; ``compiled``: whether torch.compile compiles the model for a GPU, and how."""
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
-        if compiled and as_on == "cuda" and isinstance(self.model, LanguageModel) and not self.model.has_fused_blocks:
-            as_on = "compiled"
+        if compiled and device_type == "cuda":
+            as_on = compiled
         key = (micro_batch, as_on)
         if key not in self._traces:
             model, precision = self.model, self.precision

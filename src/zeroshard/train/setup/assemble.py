@@ -15,8 +15,9 @@ from torch import nn
 from zeroshard import rules
 from zeroshard.comm import Communicator
 from zeroshard.errors import UserError
-from zeroshard.kernels import describe
+from zeroshard.kernels import OPERATIONS, describe
 from zeroshard.kernels.adamw8bit import in_one_pass
+from zeroshard.kernels.dispatch import left_to_compiler
 from zeroshard.models import (
     GPT2Config,
     InitialValues,
@@ -286,8 +287,11 @@ def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[s
 
 
 def serving(config: TrainConfig, model: LanguageModel, device: torch.device) -> dict[str, str]:
-    """The implementation (Triton or PyTorch) that serves each operation of this run, by operation."""
-    served = describe(device, config.kernels, model.operations)
+    """The implementation (Triton, PyTorch, torch.compile) that serves each operation of this run, by operation."""
+    served: dict[str, str] = {**describe(device, config.kernels, model.operations)}
+    if config.compile == "on":
+        fused = (name for name in model.operations if left_to_compiler(name, config.kernels))
+        served |= {OPERATIONS[name].name: "torch.compile" for name in fused}
     if config.optimizer in IN_8_BITS:
         in_a_loop = device.type == "cpu" and config.kernels == "auto" and in_one_pass("cpu")
         adamw = {"AdamW8bit": "C++ loop"} if in_a_loop else describe(device, config.kernels, ["adamw8bit"])
