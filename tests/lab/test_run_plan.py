@@ -70,6 +70,16 @@ def test_a_job_has_a_peak_above_what_it_holds_and_a_time_where_the_device_is_kno
     assert predict(_job(calibration=str(path))).step_s > 0
 
 
+def test_the_peak_of_a_compiled_run_is_that_of_its_graphs_on_a_gpu_alone():
+    """One graph hands over all gradients at its end, so a tiny model's peak grows; nothing is resident in addition."""
+    eager, *compiled = (
+        predict(_job(device_type="cuda", compiled=compiled)) for compiled in ("", "compiled", "in pieces")
+    )
+    assert compiled[0].peak_bytes > compiled[1].peak_bytes
+    assert all(each.memory_bytes == eager.memory_bytes for each in compiled)
+    assert predict(_job(compiled="compiled")) == predict(_job())
+
+
 def test_a_rank_that_wants_no_estimates_has_the_rest():
     full = predict(_job())
     assert predict(_job(estimates=False)) == replace(full, peak_bytes=None, step_s=None)

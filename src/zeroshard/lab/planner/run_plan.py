@@ -247,7 +247,8 @@ def _calibration(job: Job) -> Calibration:
 
 
 def _trace(job: Job, settings: Settings) -> Trace:
-    how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": job.sequence_parallel}
+    device_type = job.compiled if job.compiled and job.device_type == "cuda" else job.device_type
+    how: dict[str, Any] = {"device_type": device_type, "sequence_parallel": job.sequence_parallel}
     return trace_language_model(
         job.model, job.micro_batch_size, job.seq_len, settings.precision, tiles=job.tiles, **how
     )

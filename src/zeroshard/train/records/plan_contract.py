@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -46,6 +46,7 @@ class Job:
     seq_len: int
     uniform_order: bool  # `Communicator.uniform_order` of the run's communicator
     device_type: str
+    compiled: Literal["", "compiled", "in pieces"] = ""  # what torch.compile makes of the model: one graph, or several
     keeps_ema: bool = False  # whether there is a moving average of the weights
     calibration: str = ""  # path of a file from `zeroshard bench device`
     estimates: bool = True  # peak memory and time too: a trace of about a second, which one rank does for all

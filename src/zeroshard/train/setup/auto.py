@@ -32,6 +32,7 @@ from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
 from zeroshard.train.setup.assemble import compute_dtype, local_steps, offload, reduce_dtype, wire
+from zeroshard.train.setup.compiled import in_one_graph
 from zeroshard.zero import STAGES
 
 HIGHEST_STAGE = 3
@@ -174,6 +175,7 @@ def job_of(
         uniform_order=comm.uniform_order,
         backend=name_of(comm),
         device_type=device.type,
+        compiled="" if config.compile != "on" else "compiled" if in_one_graph(config, comm.world_size) else "in pieces",
         keeps_ema=config.ema_decay > 0,
         calibration=config.plan.device,
         estimates=comm.rank == 0,  # only rank 0 reports estimates
