@@ -62,8 +62,9 @@ class Case:
         weights: dtype of the weights that the optimizer updates: ``bfloat16`` has no masters.
         reshard: whether weights are freed after forward.
         autocast: whether weights and gradients are fp32, and cast around forward.
-        kept_beside: what its code keeps of each block that ours does not, in 16 bits: ``joint qkv``, the queries and
-            keys of one product before they are rotated; ``expanded kv``, keys and values repeated for all heads.
+        kept_beside: what its code keeps of each compiled block that ours does not, in 16 bits: ``joint qkv``, the
+            queries and keys of one product before they are rotated; ``expanded kv``, keys and values repeated for all
+            heads.
         units: ``blocks``, or ``all``: embedding and head are units of their own.
     """
 
@@ -201,7 +202,7 @@ def outcome_of(case: Case) -> Outcome:
 
 def _kept_beside(case: Case, config: Any) -> int:
     """Bytes of all blocks, which keep nothing of it where they are recomputed."""
-    if not case.kept_beside or case.recompute != "none":
+    if not case.kept_beside or case.recompute != "none" or case.impl != "compile":
         return 0
     kv = config.n_embd // config.n_head * config.n_kv_head
     columns = {"joint qkv": config.n_embd + kv, "expanded kv": 2 * (config.n_embd - kv)}[case.kept_beside]

@@ -21,7 +21,7 @@ def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):
     run_training(config)
     run = read_run(config.out)
     assert (run.state, run.problems, run.link) == ("done", (), None)
-    assert TrainConfig.model_validate(run.config) == config
+    assert TrainConfig.model_validate(run.config) == config.model_copy(update={"compile": "off"})  # auto, on a CPU
     assert [step.step for step in run.steps] == [1, 2, 3, 4, 5, 6]
     assert [evaluation.step for evaluation in run.evaluations] == [0, 3, 6]
     assert run.start["world_size"] == 1
