@@ -367,6 +367,8 @@ class _LeavingGrads(FlatGrads):
     ``leaving`` is what is being copied from a GPU, of all groups: its memory is free when the next one is reduced.
     """
 
+    stays = False
+
     def __init__(self, *args: Any, leaving: list[Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._leaving = leaving

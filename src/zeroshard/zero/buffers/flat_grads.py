@@ -37,6 +37,7 @@ class FlatGrads(Gradients):
 
     layout: FlatLayout
     reducer: StatefulReducer
+    stays = True  # whether the reduced gradients stay in the buffers of the device until they are cleared
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class FlatGrads(Gradients):
         reducer = reducer or StatefulReducer(layout, strategy, rank_groups)
         super().__init__(name, layout, strategy, rank_groups, device, reduced_dtype, reduce_dtype, reducer)
         self.keep_local = self.keep_local and not reducer.accumulates
+        self.adds_in_place = self.adds_in_place and self.stays and self.keep_local
         self.num_backwards, self.has_writes = 0, False
         self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
@@ -169,7 +171,9 @@ class FlatGrads(Gradients):
         """Replace this rank's part of the gradient of ``slot`` by ``part``."""
         self.wait_for_reduce()
         self._copy_in()
-        if self.reduced is None:
+        if self.reduced is None and self.adds_in_place:
+            self.reduced = self._target(self._complete())
+        elif self.reduced is None:
             numel = self._own_slice.stop - self._own_slice.start
             self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
         self.of_slot(slot).copy_(part)

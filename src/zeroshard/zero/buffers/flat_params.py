@@ -33,7 +33,15 @@ from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import GATHERING, SHARDED, STALE_VISIBLE, UNSHARDED, Weights, WeightTransport
+from zeroshard.zero.core.weights import (
+    GATHERING,
+    SHARDED,
+    STALE_HIDDEN,
+    STALE_VISIBLE,
+    UNSHARDED,
+    Weights,
+    WeightTransport,
+)
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 
@@ -268,6 +276,11 @@ class FlatParams(Weights):
         return self.changes.drop_assigned(self._views if visible else self._hidden, visible=visible)
 
     # -- facts --------------------------------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """Whether ``full`` has values that are older than the master."""
+        return self.state in (STALE_HIDDEN, STALE_VISIBLE)
 
     @property
     def is_rounded(self) -> bool:

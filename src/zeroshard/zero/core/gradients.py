@@ -5,6 +5,7 @@ There are two buffers. *Local*, ``[padded_numel]``, in the dtype that travels, i
 bfloat16 if that is what travels. The `grads` column of the stage table says which of them outlives a backward:
 
 * replicate: local stays, and reduced is a view of it, copied out if gradients arrive again before `clear`;
+  of one rank and one dtype the sum is the mean, and further gradients are added to it in place (`adds_in_place`);
 * shard: local exists from the buffer's first gradient until its reduction; reduced stays.
 
 [Note: The mean]
@@ -94,6 +95,7 @@ class Gradients:
         self.reducer = reducer or GradientReducer(layout, strategy, rank_groups)
         self.keep_local = strategy.grads is not SHARD or self.comm.world_size == 1  # after a reduction
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
+        self.adds_in_place = rank_groups.world.world_size == 1 and reduce_dtype == reduced_dtype
         self.used, self.written = [False] * len(layout.slots), [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         start, stop = layout.interval(self.comm.rank) if self.shard_optim else (0, layout.padded_numel)
@@ -117,12 +119,15 @@ class Gradients:
 
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
-        if grad.requires_grad:  # under create_graph
-            grad = grad.detach()
+        grad = grad.detach() if grad.requires_grad else grad  # under create_graph
         self._vacate_local()
         view = (self._views or self._local_views())[slot]
-        self._add(view, grad.to_dense() if grad.is_sparse else grad, first=not self.written[slot])
+        self._add(view, grad.to_dense() if grad.is_sparse else grad, first=not self._has_sum()[slot])
         self.written[slot] = self.used[slot] = True
+
+    def _has_sum(self) -> list[bool]:
+        """For each slot, whether further gradients are added to what the local buffer has there."""
+        return self.used if self.adds_in_place else self.written
 
     def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
         """Add ``grad`` to a slot's ``view``, or write it there if it is the first: [Note: The mean]."""
@@ -147,7 +152,7 @@ class Gradients:
                 self._arriving = self._out_of_local(self._arriving)
                 return
             self.wait_for_reduce()
-        if self.keep_local and self.reduced is not None and not self.pending:
+        if self.keep_local and self.reduced is not None and not self.adds_in_place and not self.pending:
             self.reduced = self._out_of_local(self.reduced)
 
     def reduce(self) -> None:
@@ -163,8 +168,8 @@ class Gradients:
 
     def _complete(self) -> Tensor:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
-        for view, written in zip(self._local_views(), self.written, strict=True):
-            if not written:
+        for view, has_sum in zip(self._local_views(), self._has_sum(), strict=True):
+            if not has_sum:
                 view.zero_()
         assert self._local is not None
         self.layout.zero_padding(self._local)
@@ -173,7 +178,7 @@ class Gradients:
 
     def _target(self, local: Tensor) -> Tensor:
         """Where the mean of the part of ``local`` that this rank's optimizer sees is to be written."""
-        return local[self._own_slice]
+        return local[self._own_slice] if self.reduced is None or not self.adds_in_place else self.reduced
 
     @property
     def has_collectives_left(self) -> bool:

@@ -151,8 +151,7 @@ def groups_of(
     by_kind: dict[Hashable, Named] = {}
     for param_name, param in params:
         by_kind.setdefault(kind(param), []).append((param_name, param))
-    chosen = enumerate(by_kind.values())
-    return [make(name if index == 0 else f"{name}#{index}", some) for index, some in chosen]
+    return [make(f"{name}#{index}" if index else name, some) for index, some in enumerate(by_kind.values())]
 
 
 class UnitSpec(NamedTuple):

@@ -253,11 +253,6 @@ class Weights:
         return self.state in (GATHERING, REFRESHING)
 
     @property
-    def stale(self) -> bool:
-        """Whether ``full`` has values that are older than the master."""
-        return self.state in (STALE_HIDDEN, STALE_VISIBLE)
-
-    @property
     def visible(self) -> bool:
         """Whether the parameters are views of ``full``."""
         return self.state in (UNSHARDED, REFRESHING, STALE_VISIBLE)

@@ -38,6 +38,8 @@ class HostGrads(FlatGrads):
         stored: what the group has in the rank's file, if anything.
     """
 
+    stays = False
+
     def __init__(
         self,
         *args: Any,
