@@ -144,6 +144,11 @@ def scale_each(targets: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(targets, factor)
 
 
+def add_each(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
+    """Add many small tensors, multiplied by a number, to others; in one kernel if all have one dtype."""
+    torch._foreach_add_(targets, sources, alpha=factor)
+
+
 def lerp_each(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
     """Move many tensors towards others in one kernel."""
     torch._foreach_lerp_(targets, sources, weight)

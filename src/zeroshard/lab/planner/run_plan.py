@@ -111,6 +111,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         OPTIMIZER_STATES[job.optimizer],
         settings.precision,
         num_reductions=settings.num_reductions,
+        num_replicas=settings.num_replicas,
         reproducible=job.reproducible is not None,
         device_type=job.device_type,
         offload=job.offload,

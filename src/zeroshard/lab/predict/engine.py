@@ -265,11 +265,12 @@ class _Engine:
         offload = settings.offload
         on_gpu, place = settings.device_type == "cuda", "device" if offload is None else offload.grads
         goes_down = place == "disk" or (place == "host" and on_gpu)
-        away, leaving = buffers_away(buffers, offload) if goes_down else (), []
+        away, leaving = buffers_away(buffers, offload), []
         freed = streamed(buffers, settings.strategy, offload)
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
-            group = _group(buffer, settings, rank_groups, leaving if buffer.name in away else None)
+            group = _group(buffer, settings, rank_groups, leaving if goes_down and buffer.name in away else None)
+            group.grads.adds_in_place = group.grads.adds_in_place and buffer.name not in away
             groups[buffer.unit].append(group)
             if buffer.name in freed:
                 free_after_use(group.params)
@@ -293,7 +294,7 @@ class _Engine:
             ModuleBuffers(nn.Module(), world, "keep"),
         )
         self._runtime.grads_leave = goes_down
-        self._runtime.gathers_in_turn = self._runtime.gathers_behind = on_gpu and bool(buffers_away(buffers, offload))
+        self._runtime.gathers_in_turn = self._runtime.gathers_behind = on_gpu and bool(away)
         self._runtime.apply_num_ahead()
         self._runtime.agree_by(CollectiveOrder(rank_groups))
         log.has_streams = settings.device_type == "cuda"
@@ -366,8 +367,6 @@ class _LeavingGrads(FlatGrads):
 
     ``leaving`` is what is being copied from a GPU, of all groups: its memory is free when the next one is reduced.
     """
-
-    stays = False
 
     def __init__(self, *args: Any, leaving: list[Tensor], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -181,6 +181,7 @@ def state_bytes(
     *,
     whole_optimizer: OptimizerState | None = None,
     num_reductions: int = 1,
+    num_replicas: int = 1,
     reproducible: bool = False,
     device_type: str = "cpu",
     offload: Offload | None = None,
@@ -199,7 +200,8 @@ def state_bytes(
         whole_optimizer: the state of a second optimizer, for the buffers whose tensors are complete on one rank; None:
             there is no second optimizer.
         num_reductions: number of backwards of a step that reduce gradients; several of them need a second buffer if
-            unsharded gradients accumulate.
+            unsharded gradients accumulate, unless one rank is alone and its gradients stay on the device.
+        num_replicas: the world size divided by the number of shards.
         reproducible: whether sums are exact, see `zeroshard.zero.transport.exact_sums`.
         device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
             shards do, and each piece has its own scalars.
@@ -221,15 +223,15 @@ def state_bytes(
     for buffer in buffers:
         updates = (buffer.layout.keeps_tensors_whole and whole_optimizer) or optimizer
         policy = buffer.policy(precision)
-        job = buffer, strategy, rank, updates, policy, device_type, num_reductions
+        job = buffer, strategy, rank, updates, policy, device_type
         if buffer.name in away:
             assert offload is not None
-            found = _away_bytes(*job, offload)
+            found = _away_bytes(*job, num_reductions, offload)
             if reproducible:
                 found["grads"] = _wide_bytes(buffer, rank)
                 found["host_grads"] = _exact_bytes(buffer, strategy, rank, policy) - found["grads"]
         else:
-            found = _here_bytes(*job)
+            found = _here_bytes(*job, num_reductions if buffer.layout.world_size * num_replicas > 1 else 1)
             if reproducible and buffer.trained:
                 found["grads"] = _exact_bytes(buffer, strategy, rank, policy)
             if buffer.name in frozen_away:

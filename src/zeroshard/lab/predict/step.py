@@ -75,6 +75,7 @@ def step_of(
         settings.precision,
         whole_optimizer=whole_optimizer,
         num_reductions=settings.num_reductions,
+        num_replicas=settings.num_replicas,
         reproducible=settings.reproducible is not None,
         device_type=settings.device_type,
         offload=settings.offload,

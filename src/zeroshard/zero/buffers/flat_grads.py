@@ -37,7 +37,6 @@ class FlatGrads(Gradients):
 
     layout: FlatLayout
     reducer: StatefulReducer
-    stays = True  # whether the reduced gradients stay in the buffers of the device until they are cleared
 
     def __init__(
         self,
@@ -53,12 +52,14 @@ class FlatGrads(Gradients):
         reducer = reducer or StatefulReducer(layout, strategy, rank_groups)
         super().__init__(name, layout, strategy, rank_groups, device, reduced_dtype, reduce_dtype, reducer)
         self.keep_local = self.keep_local and not reducer.accumulates
-        self.adds_in_place = self.adds_in_place and self.stays and self.keep_local
+        self.adds_in_place = self.adds_in_place and self.keep_local
         self.num_backwards, self.has_writes = 0, False
         self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
         self._scale_on_device = self._scale_there()
+        dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
+        self._widened = {each for each in dtypes if torch.promote_types(each, reduce_dtype) == reduce_dtype}
 
     # -- this rank's sum -------------------------------------------------------------------------------------------
 
@@ -72,12 +73,12 @@ class FlatGrads(Gradients):
         small = self._small
         if self.unusable_now is not None:
             self.unusable[slot] = self.unusable_now
-        if self.used[slot]:
-            if small.waiting:  # the slot's first gradient may be among them
-                self._copy_in()
-        elif small.should_wait(grad):
+        if slot in small.waiting:  # an earlier one of this slot
+            self._copy_in()
+        first = not self._has_sum()[slot]
+        if small.should_wait(grad) and (first or self._adds_exactly(grad)):
             self._vacate_local()
-            small.defer(slot, grad, self._views or self._local_views(), self._scale)
+            small.defer(slot, grad, self._views or self._local_views(), self._scale, first=first)
             self.written[slot] = self.used[slot] = True
             return
         super().accumulate(slot, grad)
@@ -92,22 +93,22 @@ class FlatGrads(Gradients):
 
     def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
         if not first:
-            if self._scale_is_exact:
+            if self._adds_exactly(grad):
                 view.add_(grad, alpha=self._scale)
             else:
                 view.add_(grad.to(view.dtype).mul(self._scale))
         elif grad.dtype == view.dtype and self._scale != 1.0:
             torch.mul(grad, self._scale, out=view)
-        elif (
-            self._scale_on_device is not None
-            and grad.ndim
-            and torch.promote_types(grad.dtype, view.dtype) == view.dtype
-        ):
+        elif self._scale_on_device is not None and grad.ndim and grad.dtype in self._widened:
             torch.mul(grad, self._scale_on_device, out=view)
         else:
             view.copy_(grad)
             if self._scale != 1.0:
                 view.mul_(self._scale)
+
+    def _adds_exactly(self, grad: Tensor) -> bool:
+        """Whether one addition rounds no product: the scale is a power of two, and the buffer is no narrower."""
+        return self._scale_is_exact and grad.dtype in self._widened
 
     def _scale_there(self) -> Tensor | None:
         """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
@@ -201,13 +202,11 @@ class FlatGrads(Gradients):
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.wait_for_reduce()
         self._end_step(slots)
+        self._small.drop(slots)
         super().clear(slots)
-        if any(self.used):
-            self._copy_in()  # those of other slots; what lies in a slot without a gradient is not read
-            return
-        self.num_backwards, self.has_writes = 0, False
-        self._small.clear()
-        self.reducer.clear()
+        if not any(self.used):
+            self.num_backwards, self.has_writes = 0, False
+            self.reducer.clear()
 
     def _end_step(self, slots: set[int]) -> None:
         if self.reducer.rounding is not None:

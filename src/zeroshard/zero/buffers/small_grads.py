@@ -1,21 +1,22 @@
-"""`SmallGrads`: gradients that are copied into the flat buffer together, in fewer operations and with the same bits.
+"""`SmallGrads`: gradients that go into the flat buffer together, in fewer operations and with the same bits.
 
 [Note: Small gradients]
-    Gradients of small parameters wait for each other, and two operations copy all of them into the flat buffer. A block
-    of GPT-2 has 12 parameters, of which 8 are norms and biases. If a buffer has at least three such parameters, their
-    first gradients of a step wait until all have arrived; then one foreach operation copies them and one scales them.
-    Large gradients are copied as they arrive, so only little memory waits. Gradients of later micro-batches are added
-    as they arrive, because autograd may then hand over a tensor that it shares with others.
+    Gradients of small parameters wait for each other, and one or two operations take all of them to the flat buffer. A
+    block of GPT-2 has 12 parameters, of which 8 are norms and biases. If a buffer has at least three such parameters,
+    their gradients wait until all have arrived; then one foreach operation copies them and one scales them, or one adds
+    them to the sum of earlier micro-batches. Large gradients are taken as they arrive, so only little memory waits.
+    Autograd gives the engine a first gradient alone, but a further one may be a tensor that others have too. These may
+    not change it in place; if one does, versions show it, and `RuntimeError` is raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.torch_internals import copy_each, scale_each
+from zeroshard.torch_internals import add_each, copy_each, scale_each, versions_of
 from zeroshard.zero.core.layout import FlatLayout
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
@@ -23,7 +24,7 @@ LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as 
 
 
 class SmallGrads:
-    """The gradients that wait to be copied into one flat buffer: [Note: Small gradients].
+    """The gradients that wait to be taken to one flat buffer: [Note: Small gradients].
 
     Args:
         layout: layout of the buffer.
@@ -37,32 +38,60 @@ class SmallGrads:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
         self.waiting: dict[int, Tensor] = {}
         self.num_bytes = 0
+        self._further: set[int] = set()  # slots that have a sum, to which theirs is added
+        self._versions = 0  # of all that wait, as they arrived
+        self._layout = layout
         small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
         self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
 
     def should_wait(self, grad: Tensor) -> bool:
-        """Whether ``grad``, its parameter's first, is to wait: it is small, owns its memory, and others will follow."""
+        """Whether ``grad`` is to wait: it is small, no view of anything larger, and others will follow."""
         if not self._num_together or grad.numel() > SMALL_NUMEL or grad.layout != torch.strided or grad.requires_grad:
             return False
         return grad.is_floating_point() and grad.untyped_storage().nbytes() <= 2 * max(grad.nbytes, 256)
 
-    def defer(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float) -> None:
-        """Let the gradient wait; if it is the last one expected, copy all into the buffer."""
+    def defer(self, slot: int, grad: Tensor, views: Sequence[Tensor], scale: float, *, first: bool) -> None:
+        """Let the gradient wait, ``first``: of its slot; if it is the last one expected, take all to the buffer."""
         self.waiting[slot] = grad
         self.num_bytes += grad.nbytes
+        self._versions += versions_of([grad])
+        if not first:
+            self._further.add(slot)
         if len(self.waiting) == self._num_together:
             self.copy_in(views, scale)
 
     def copy_in(self, views: Sequence[Tensor], scale: float) -> None:
-        """Copy the waiting gradients into ``views``, the buffer's slots, and multiply them by ``scale``."""
+        """Copy the waiting gradients into ``views``, the buffer's slots, or add them there, multiplied by ``scale``.
+
+        Raises:
+            RuntimeError: one has changed while it waited.
+        """
         if not self.waiting:
             return
-        targets = [views[slot] for slot in self.waiting]
-        copy_each(targets, list(self.waiting.values()))
-        if scale != 1.0:
-            scale_each(targets, scale)
+        waiting, further, versions = self.waiting, self._further, self._versions
         self.clear()
+        if versions_of(waiting.values()) != versions:
+            names = ", ".join(self._layout.slots[slot].name for slot in waiting)
+            raise RuntimeError(
+                f"backward: a gradient of these parameters was changed in place after autograd had handed it over: "
+                f"{names}; let hooks and backwards of your own return new tensors"
+            )
+        if first := [slot for slot in waiting if slot not in further]:
+            targets = [views[slot] for slot in first]
+            copy_each(targets, [waiting[slot] for slot in first])
+            if scale != 1.0:
+                scale_each(targets, scale)
+        if further:
+            add_each([views[slot] for slot in further], [waiting[slot] for slot in further], scale)
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Drop the waiting gradients of these slots."""
+        for slot in self.waiting.keys() & set(slots):
+            grad = self.waiting.pop(slot)
+            self.num_bytes -= grad.nbytes
+            self._versions -= versions_of([grad])
+            self._further.discard(slot)
 
     def clear(self) -> None:
-        """Drop the waiting gradients."""
-        self.waiting, self.num_bytes = {}, 0
+        """Drop all waiting gradients."""
+        self.waiting, self._further, self.num_bytes, self._versions = {}, set(), 0, 0

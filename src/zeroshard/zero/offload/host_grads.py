@@ -38,8 +38,6 @@ class HostGrads(FlatGrads):
         stored: what the group has in the rank's file, if anything.
     """
 
-    stays = False
-
     def __init__(
         self,
         *args: Any,
@@ -57,6 +55,7 @@ class HostGrads(FlatGrads):
         self._memory: Tensor | None = None  # of the size of `_reduced`
         self._is_locked = True  # whether it is page-locked, so that a GPU copies there itself
         super().__init__(*args, **kwargs)
+        self.adds_in_place = False  # they leave the buffer, or an update reads them there
         numel = self._own_slice.stop - self._own_slice.start
         self._stored = stored if stored is not None and stored.place_grads(numel, self.reduced_dtype) else None
 
