@@ -3,6 +3,7 @@ import torch
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.torch_internals import storage_id
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.buffers import small_grads
 from zeroshard.zero.buffers.flat_grads import FlatGrads
@@ -48,14 +49,15 @@ def test_the_mean_over_ranks_of_the_sum_over_micro_batches(stage, world_size):
     assert run_threads(go, world_size) == [[mean] * 4 + [3.0] * 3 + padding] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_micro_batches_that_cancel_leave_nothing(stage, world_size):
+def test_micro_batches_that_cancel_leave_nothing(stage, world_size, dtype):
     """Also where a third is no number of binary fractions: Adam would make a full step of what is left of rounding."""
 
     def go(comm):
-        grads = _grads(stage, comm)
-        for gradient in (-3.0, 3.0):
+        grads = _grads(stage, comm, dtype, dtype)
+        for gradient in (-3.1, 3.1):
             grads.accumulate(0, torch.full((2, 2), gradient))
         grads.reduce()
         grads.wait_for_reduce()
@@ -186,6 +188,59 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
 
     for one, other in zip(means(True), means(False), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_further_gradients_wait_too_and_have_the_same_bits(stage, world_size, dtypes, monkeypatch):
+    """Of micro-batches that a reduction is between, or none; one is cleared while it waits, one comes twice."""
+
+    def sums(together):
+        monkeypatch.setattr(small_grads, "LEAST_TOGETHER", 3 if together else 1000)
+
+        def go(comm):
+            grads, accumulate = _block(stage, comm, dtypes)
+            for seed, reduces in ((1, True), (2, False), (3, True), (4, True)):
+                accumulate(10 * comm.rank + seed, (*range(9), 5))
+                waits = together and (world_size != 3 or seed != 3)  # a third rounds products, which are added alone
+                assert waits == bool(grads.waiting_bytes)
+                if seed == 3:
+                    grads.clear({8})
+                if reduces:
+                    grads.reduce()
+            grads.wait_for_reduce()
+            return grads
+
+        return run_threads(go, world_size)
+
+    for one, other in zip(sums(True), sums(False), strict=True):
+        assert torch.equal(one.reduced, other.reduced)
+        local, reduced, _ = one.buffers
+        assert (world_size == 1) == (local is not None and storage_id(local) == storage_id(reduced))  # one buffer
+        whole = one.layout.views(local) if world_size == 1 else [torch.ones(1)]
+        assert all(view.any() for view in whole[:9])
+        assert not any(view.any() for view in whole[9:])
+
+
+def test_a_gradient_that_is_replaced_first_is_added_to_on_one_rank():
+    grads = _grads(2, LocalCommunicator())
+    grads.put(0, torch.full((4,), 2.0))
+    for _ in range(2):
+        grads.accumulate(0, torch.ones(2, 2))
+        grads.reduce()
+    grads.wait_for_reduce()
+    assert grads.reduced.tolist() == [4.0] * 4 + [0.0] * 3
+
+
+def test_a_waiting_gradient_that_its_sender_changes_is_an_error():
+    grads, accumulate = _block(2, NullCommunicator(2), (torch.float32, torch.float32))
+    accumulate(1)
+    shared = torch.ones(BLOCK[2][1])
+    grads.accumulate(2, shared)
+    shared.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"changed in place after .*small\.0, .*; let hooks .* return new tensors"):
+        accumulate(2, range(3, 10))
 
 
 def test_a_small_view_of_a_large_gradient_does_not_keep_it():
