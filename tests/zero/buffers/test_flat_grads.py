@@ -158,7 +158,7 @@ def _block(stage, comm, dtypes):
     return grads, accumulate
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size, dtypes, monkeypatch):

@@ -57,6 +57,7 @@ class FlatGrads(Gradients):
         self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
+        self._scales_alike = self._scale_is_exact or reduce_dtype.itemsize > 2  # in 16 bits a foreach product rounds twice
         self._scale_on_device = self._scale_there()
         dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
         self._widened = {each for each in dtypes if torch.promote_types(each, reduce_dtype) == reduce_dtype}
@@ -76,7 +77,7 @@ class FlatGrads(Gradients):
         if slot in small.waiting:  # an earlier one of this slot
             self._copy_in()
         first = not self._has_sum()[slot]
-        if small.should_wait(grad) and (first or self._adds_exactly(grad)):
+        if (self._scales_alike if first else self._adds_exactly(grad)) and small.should_wait(grad):
             self._vacate_local()
             small.defer(slot, grad, self._views or self._local_views(), self._scale, first=first)
             self.written[slot] = self.used[slot] = True
