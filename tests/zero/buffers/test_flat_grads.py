@@ -158,7 +158,9 @@ def _block(stage, comm, dtypes):
     return grads, accumulate
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2]
+)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size, dtypes, monkeypatch):
@@ -172,7 +174,8 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
             found = []
             for slots in (range(10), (0, 3, 4), range(1, 9)):
                 accumulate(comm.rank, slots)
-                assert together == bool(grads.waiting_bytes) or len(slots) == 10
+                waits = together and (world_size == 1 or dtypes[1] is not torch.bfloat16)
+                assert waits == bool(grads.waiting_bytes) or len(slots) == 10
                 if len(slots) == 3:
                     grads.clear({4})
                 if len(slots) != 8:  # the last ones still wait when they are reduced
@@ -203,7 +206,7 @@ def test_further_gradients_wait_too_and_have_the_same_bits(stage, world_size, dt
             grads, accumulate = _block(stage, comm, dtypes)
             for seed, reduces in ((1, True), (2, False), (3, True), (4, True)):
                 accumulate(10 * comm.rank + seed, (*range(9), 5))
-                waits = together and (world_size != 3 or seed != 3)  # a third rounds products, which are added alone
+                waits = together and world_size != 3  # by a third, which rounds, the second of slot 5 is added alone
                 assert waits == bool(grads.waiting_bytes)
                 if seed == 3:
                     grads.clear({8})
