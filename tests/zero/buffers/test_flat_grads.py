@@ -204,6 +204,9 @@ def test_further_gradients_wait_too_and_have_the_same_bits(stage, world_size, dt
 
         def go(comm):
             grads, accumulate = _block(stage, comm, dtypes)
+            accumulate(0, (2, 3))
+            grads.clear(set(range(10)))
+            assert not grads.waiting_bytes
             for seed, reduces in ((1, True), (2, False), (3, True), (4, True)):
                 accumulate(10 * comm.rank + seed, (*range(9), 5))
                 waits = together and world_size != 3  # by a third, which rounds, the second of slot 5 is added alone
