@@ -57,6 +57,7 @@ class FlatGrads(Gradients):
         self.unusable, self.unusable_now = dict[int, str](), cast("str | None", None)
         self._small = SmallGrads(layout, reduce_dtype)
         self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
+        # Whether a foreach product rounds as a single one does: in 16 bits not on a CPU.
         self._scales_alike = self._scale_is_exact or reduce_dtype.itemsize > 2
         self._scale_on_device = self._scale_there()
         dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
