@@ -253,3 +253,20 @@ def test_a_small_view_of_a_large_gradient_does_not_keep_it():
     grads, _ = _block(2, NullCommunicator(4), (torch.float32, torch.float32))
     grads.accumulate(2, torch.ones(300, 300)[0, :5])
     assert grads.waiting_bytes == 0
+
+
+def test_a_hook_that_changes_what_a_parameter_shares_is_an_error():
+    class Shares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.added = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(2, 4))
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            hidden.register_hook(lambda grad: grad.mul_(2))
+            return (hidden + self.added).square().sum()
+
+    zero = Zero(Shares(), 1, comm=LocalCommunicator())
+    zero.model(torch.ones(2, 4)).backward()  # autograd copies a first gradient that others have too
+    with pytest.raises(RuntimeError, match="changed in place"):
+        zero.model(torch.ones(2, 4)).backward()

@@ -129,7 +129,7 @@ class ShardedGrad(Tensor):
     def _arrives(self, func: Any, grad: Tensor) -> Tensor:
         if func is aten.add.Tensor:  # under create_graph autograd assigns the sum to `grad`
             return grad.detach()
-        self._arrived = grad.detach()
+        self._arrived = grad  # itself: a detached one would not share its version, by which a change in place shows
         return self
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
