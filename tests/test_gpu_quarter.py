@@ -171,7 +171,7 @@ def test_without_a_gpu_or_with_an_unknown_row_it_says_so_in_a_line(tmp_path):
     assert unknown.returncode == 2
     folder = _quarter(tmp_path)
     assert (folder.returncode, folder.stderr.startswith(f"error: --out: {tmp_path} is a folder; give")) == (2, True)
-    assert unknown.stderr.startswith("error: --only: there is no row 'norm'; rows: right, kernels right, ")
+    assert unknown.stderr.startswith("error: --only: there is no row 'norm'; rows: gpt2 whole, stage 3, ")
 
 
 @pytest.mark.usefixtures("_gpu_modules")
