@@ -66,8 +66,9 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     assert operations <= {record["case"].split()[0] for record in compared}
 
 
-# Planned over measured steps that are not within 10 %; the two rounds of the first were 9 % apart.
-MISSED = {"qwen2.5-0.5b": 0.882, "qwen3-8b, 32768 tokens": 1.122}
+# Planned over measured steps that are not within 10 %; the two rounds of the first were 9 % apart, and both copied the
+# gradients of further micro-batches, as plans no longer do.
+MISSED = {"qwen2.5-0.5b": 0.870, "qwen3-8b, 32768 tokens": 1.122}
 
 
 @pytest.mark.usefixtures("_gpu_modules")
