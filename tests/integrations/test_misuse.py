@@ -94,7 +94,7 @@ def test_states_that_no_checkpoint_can_hold_are_refused_before_the_first_step(sa
 def test_accelerate_refuses_to_compile_the_whole_model():
     from zeroshard.integrations.accelerate import Accelerator
 
-    with pytest.raises(UserError, match=r"^dynamo_plugin: .*block\.compile"):
+    with pytest.raises(UserError, match=r"^dynamo_plugin: .*model\.compile\(\)"):
         Accelerator(cpu=True, dynamo_backend="inductor")
 
 

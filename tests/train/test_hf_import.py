@@ -194,7 +194,9 @@ def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path,
 
 
 @pytest.mark.parametrize("fault", ["lost", "no meta", "cut"])
-def test_a_lost_or_damaged_tokenizer_of_a_run_is_named_and_training_on_mends_it(fault, exported, tmp_path, refusal):
+def test_a_lost_or_damaged_tokenizer_of_a_run_is_named_and_training_on_mends_it(
+    fault, exported, tmp_path, refusal, capsys
+):
     run, checked = tmp_path / "run", ("generate", "eval", "export", "train")
     shutil.copytree(exported / "run", run)
     kept = run / "tokenizer"
@@ -209,6 +211,10 @@ def test_a_lost_or_damaged_tokenizer_of_a_run_is_named_and_training_on_mends_it(
     for verb in checked:
         if fault == "cut" and verb in ("eval", "train"):
             continue  # which read no tokenizer.json of the run, or read it as a file of the user's
+        if fault == "lost" and verb == "export":  # the weights are there
+            assert main(["export", str(run), str(tmp_path / "bare")]) == 0
+            assert capsys.readouterr().out.endswith(f"no tokenizer: {kept} is not there\n")
+            continue
         said = refusal(verb, *(start if verb == "train" else [run, *words.get(verb, [])]))
         assert said.startswith(f"error: run: {kept}")
         assert said.endswith("or train it on by --resume auto, which writes it again")

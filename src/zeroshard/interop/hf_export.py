@@ -171,7 +171,7 @@ def _open(config: ExportConfig) -> _Source:
     lora = lora_of(trained.lora)
     if config.merged and lora is None:
         raise UserError("merged", f"{path} has no adapters", "leave it out")
-    tokenizer = kept_tokenizer(run, trained.data)
+    tokenizer = kept_tokenizer(run, trained.data) if tokenizer_folder(run).is_dir() else None
     if is_hugging_face(trained.model.name):
         folder, manifest = verified_manifest(path)
         built = hf_folder_export.model_of(trained)

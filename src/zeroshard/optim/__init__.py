@@ -23,5 +23,5 @@ __all__ = [
 
 def __getattr__(name: str) -> NoReturn:
     if name in ("Muon8bit", "MuonAdamW8bit"):
-        raise ImportError(f"zeroshard.optim.{name} has left: use MuonAdamW, or AdamW8bit")
+        raise ImportError(f"zeroshard.optim.{name} has left; use MuonAdamW, or AdamW8bit")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

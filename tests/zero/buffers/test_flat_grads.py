@@ -260,11 +260,12 @@ def test_a_hook_that_changes_what_a_parameter_shares_is_an_error():
         def __init__(self):
             super().__init__()
             self.linear, self.added = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.zeros(2, 4))
+            self.large = torch.nn.Parameter(torch.zeros(small_grads.SMALL_NUMEL + 1))  # beside which all else is small
 
         def forward(self, x):
             hidden = self.linear(x)
             hidden.register_hook(lambda grad: grad.mul_(2))
-            return (hidden + self.added).square().sum()
+            return (hidden + self.added).square().sum() + self.large.sum()
 
     zero = Zero(Shares(), 1, comm=LocalCommunicator())
     zero.model(torch.ones(2, 4)).backward()  # autograd copies a first gradient that others have too

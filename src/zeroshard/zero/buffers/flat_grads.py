@@ -78,7 +78,8 @@ class FlatGrads(Gradients):
         if slot in small.waiting:  # an earlier one of this slot
             self._copy_in()
         first = not self._has_sum()[slot]
-        if (self._scales_alike if first else self._adds_exactly(grad)) and small.should_wait(grad):
+        together = self._scales_alike if first else self._adds_exactly(grad)
+        if together and (small.are_little or not self.used[slot]) and small.should_wait(grad):
             self._vacate_local()
             small.defer(slot, grad, self._views or self._local_views(), self._scale, first=first)
             self.written[slot] = self.used[slot] = True

@@ -20,6 +20,7 @@ from zeroshard.torch_internals import add_each, copy_each, scale_each, versions_
 from zeroshard.zero.core.layout import FlatLayout
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others
+LITTLE = 4  # small gradients that are at most a quarter of the buffer take little memory beside it
 LEAST_TOGETHER = 3  # fewer gradients would need as many operations together as one by one
 
 
@@ -33,6 +34,7 @@ class SmallGrads:
     Attributes:
         waiting: the gradients, by slot.
         num_bytes: their bytes.
+        are_little: whether those that may wait are little beside the buffer, so that those of later backwards wait too.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
@@ -41,8 +43,9 @@ class SmallGrads:
         self._further: set[int] = set()  # slots that have a sum, to which theirs is added
         self._versions = 0  # of all that wait, as they arrived
         self._layout = layout
-        small = sum(slot.numel <= SMALL_NUMEL for slot in layout.slots)
-        self._num_together = small if small >= LEAST_TOGETHER and dtype.is_floating_point else 0
+        small = [slot.numel for slot in layout.slots if slot.numel <= SMALL_NUMEL]
+        self._num_together = len(small) if len(small) >= LEAST_TOGETHER and dtype.is_floating_point else 0
+        self.are_little = LITTLE * sum(small) <= sum(slot.numel for slot in layout.slots)
 
     def should_wait(self, grad: Tensor) -> bool:
         """Whether ``grad`` is to wait: it is small, no view of anything larger, and others will follow."""
