@@ -62,7 +62,7 @@ def test_every_comparison_of_a_rehearsal_holds(rehearsal):
     compared = [record for record in _records(out) if "same" in record]
     assert [record for record in compared if not record["same"]] == []
     assert len([record for record in compared if record["row"] == "right"]) == 16
-    operations = {"layer_norm", "rms_norm", "rope", "swiglu", "cross_entropy", "linear_cross_entropy", "adamw"}
+    operations = {"layer_norm", "rms_norm", "rope", "swiglu", "cross_entropy", "linear_cross_entropy", "adamw8bit"}
     assert operations <= {record["case"].split()[0] for record in compared}
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions, Choice
-from zeroshard.kernels.adamw import Pieces
+from zeroshard.kernels import Choice
+from zeroshard.kernels.adamw8bit import AdamWOptions
 from zeroshard.wire_formats import BlockFormat, rounding_key
 
 ON_GPU = torch.cuda.is_available()
@@ -171,43 +171,6 @@ def block_format_cases(dtype: str) -> Iterator[Case]:
     yield Case("block_formats", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "triton"))
 
 
-def adamw_cases(dtype: str) -> Iterator[Case]:
-    """AdamW on fp32 weights and states, with gradient clipping; for bfloat16 also a bf16 copy of the weights."""
-    if dtype == "bfloat16" and not ON_GPU:
-        return
-    numels = (124_000_000, 774_000_000) if ON_GPU else (5000,)
-    copies = dtype == "bfloat16"
-    for numel in numels:
-        kept: dict[int, Any] = {}
-
-        def inputs(numel: int = numel) -> list[Tensor]:
-            made = [normal(numel, dtype=torch.float32) for _ in range(3)]
-            made += [torch.rand(numel, device=DEVICE), torch.full((), 0.5, device=DEVICE)]
-            return [*made, made[0].bfloat16()] if copies else made
-
-        def call(who: Choice, *tensors: Tensor, kept: dict[int, Any] = kept) -> Any:
-            """One step; ``kept``: the objects that a contestant keeps between steps, by its parameter's address."""
-            param, grad, m, v, scale, *copy = tensors
-            if who == "triton":
-                pieces = kept.setdefault(param.data_ptr(), Pieces())
-                return kernels.adamw(param, grad, m, v, step=10, options=OPTIONS, grad_scale=scale, pieces=pieces,
-                                     copies=copy[0] if copy else None, kernels=who)  # fmt: skip
-            optimizer = kept.get(param.data_ptr())
-            if optimizer is None:
-                leaf = torch.nn.Parameter(param)
-                leaf.grad = grad
-                how = {"fused": True} if who == "fused" else {"foreach": True}
-                optimizer = torch.optim.AdamW([leaf], 1e-4, (0.9, 0.95), weight_decay=0.1, capturable=ON_GPU, **how)
-                kept[param.data_ptr()] = optimizer
-            grad.mul_(scale)
-            optimizer.step()
-            return copy[0].copy_(param) if copy else None
-
-        moved = {"forward": (30 if copies else 28) * numel}
-        yield Case("adamw", f"{numel}{' + bf16 copy' if copies else ''}", "float32", moved, inputs, call,
-                   contestants=("eager", "fused", "triton"))  # fmt: skip
-
-
 def with_both(moved: dict[str, int]) -> dict[str, int]:
     """Add the mode ``both``: forward and backward together."""
     return {**moved, "both": moved["forward"] + moved["backward"]}
@@ -220,6 +183,5 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
     "swiglu": swiglu_cases,
     "cross_entropy": cross_entropy_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
-    "adamw": adamw_cases,
     "block_formats": block_format_cases,
 }

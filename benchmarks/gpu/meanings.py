@@ -80,18 +80,6 @@ def beside_llmq(found: Found) -> str:
     return f"{text}: {', '.join(parts)}. **We lose** there. {how}" if any(p[0] == "b" for p in parts) else ""
 
 
-def saved_by_adamw(found: Found) -> str:
-    """What share of a step our AdamW would save."""
-    ours, theirs = (found.median("adamw", "seconds", case=c, numel=124_000_000) for c in ("ours", "torch fused"))
-    step_s = found.median("gpt2-124m", "step_s", case="zero1, compile")
-    if not ours or not theirs or not step_s:
-        return ""
-    return (
-        f"Ours would save {(theirs - ours) / step_s:.2%} of a step of 524,288 tokens. So the trainer uses torch's, and "
-        "`zeroshard.kernels.adamw` is there for loops of your own."
-    )
-
-
 def beside_fp32_states(found: Found) -> str:
     """How long an update with 8-bit states takes beside one with states in fp32."""
     ours, theirs = (
@@ -178,7 +166,6 @@ MEANS: dict[str, Callable[[Found], str]] = {
     "kernels right": lambda found: "Our kernels compute what PyTorch's operations do, in quantised formats to the bit.",
     "gpt2-124m": beside_plain,
     "norms": lambda found: fastest("norms", found),
-    "adamw": saved_by_adamw,
     "adamw8bit": beside_fp32_states,
     "bitsandbytes": beside_bitsandbytes,
     "loss": lambda found: "A large vocabulary needs a fraction of the memory. " + fastest("loss", found),

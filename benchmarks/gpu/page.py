@@ -144,11 +144,6 @@ def kernel(row: str, case: str, mode: str) -> Callable[[Found], str | None]:
     return text
 
 
-def update(numel: int) -> Callable[[Found], str | None]:
-    """Both updates' times."""
-    return beside_torch(numel, "ours", "torch fused")
-
-
 def beside_torch(numel: int, our_case: str, their_case: str) -> Callable[[Found], str | None]:
     """The times of two cases of the row."""
 
@@ -308,8 +303,6 @@ LINES = (
     Line("gpt2-124m", "under stage 1 with our kernels, eager", "", speed("gpt2-124m", KERNELS, "plain, eager")),
     *(Line("norms", f"RMSNorm, {mode}, 4096 x {width}, bf16", LIGER, kernel("norms", NORM.format(width), mode),
            readme=width == 8192) for width in (4096, 8192, 16384) for mode in ("forward", "backward")),
-    Line("adamw", "AdamW with clipping, 124 M parameters", "", update(124_000_000)),
-    Line("adamw", "AdamW with clipping, 1.5 B", "", update(1_558_000_000)),
     Line("adamw", "search for what a user wrote into bf16 weights, 1.5 B", "",
          beside_torch(1_558_000_000, "written, ours", "written, torch")),
     Line("adamw8bit", "AdamW with 8-bit states, 124 M parameters", "torch's fused, fp32 states",

@@ -478,7 +478,7 @@ def host(budget: Budget, say: Say) -> None:
 
 
 def adamw(budget: Budget, say: Say) -> None:
-    """An update with a clipping factor: ours multiplies by it, torch's fused kernel divides by its ``grad_scale``."""
+    """torch's fused AdamW with a clipping factor, and the search for writes before it: by our kernel, by PyTorch."""
     from update_times import updates
 
     updates(budget, say)

@@ -13,11 +13,10 @@ from kernel_times import timer
 from torch import nn
 
 from zeroshard import kernels
-from zeroshard.kernels.adamw import Pieces
 
 
 def updates(budget: gpu_rows.Budget, say: gpu_rows.Say) -> None:
-    """An update with a clipping factor: ours multiplies by it, torch's fused kernel divides by its ``grad_scale``."""
+    """torch's fused update with a clipping factor, and the search before it."""
     for numel in (5000,) if gpu_rows.TOY else (124_000_000, 1_558_000_000):
         with torch.no_grad(), torch.cuda.stream(gpu_rows.STREAM) if gpu_rows.STREAM else nullcontext():
             timers = {
@@ -33,14 +32,10 @@ def updates(budget: gpu_rows.Budget, say: gpu_rows.Say) -> None:
 
 
 def _updates(numel: int) -> dict[str, Callable[[], object]]:
-    """Both updates, of the same numbers."""
+    """torch's update."""
     param, grad, m = (torch.randn(numel, device=gpu_rows.DEVICE) for _ in range(3))
     v, factor = torch.rand(numel, device=gpu_rows.DEVICE), torch.full((), 0.5, device=gpu_rows.DEVICE)
-    pieces, options = Pieces(), kernel_cases.OPTIONS
-
-    def ours() -> None:
-        kernels.adamw(param, grad, m, v, step=10, options=options, grad_scale=factor, pieces=pieces, kernels="triton")
-
+    options = kernel_cases.OPTIONS
     leaf = nn.Parameter(param)
     leaf.grad = grad
     how: dict[str, Any] = {"betas": (options.beta1, options.beta2), "weight_decay": options.weight_decay}
@@ -48,7 +43,7 @@ def _updates(numel: int) -> dict[str, Callable[[], object]]:
     fused.state[leaf] |= {"step": torch.full((), 10.0, device=gpu_rows.DEVICE), "exp_avg": m, "exp_avg_sq": v}
     # This is how `torch.amp.GradScaler` passes a factor to a fused optimizer.
     fused.grad_scale, fused.found_inf = factor, torch.zeros((), device=gpu_rows.DEVICE)
-    return {"ours": ours, "torch fused": fused.step}
+    return {"torch fused": fused.step}
 
 
 def _comparisons(numel: int) -> dict[str, Callable[[], object]]:

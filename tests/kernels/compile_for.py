@@ -20,8 +20,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions, dispatch, norm_kernels
-from zeroshard.kernels.adamw8bit import Codes, adamw8bit
+from zeroshard.kernels import dispatch, norm_kernels
+from zeroshard.kernels.adamw8bit import AdamWOptions, Codes, adamw8bit
 from zeroshard.kernels.written import carry_written
 from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
 
@@ -91,11 +91,6 @@ def main():
             kernels.quantise(flat, packed, form, key, kernels="triton")
         kernels.dequantise(packed, flat, form, kernels="triton")
     carry_written(torch.zeros(5000), torch.zeros(5000).bfloat16())
-    columns = [torch.zeros(5000) for _ in range(4)]
-    settings = {"options": AdamWOptions(1e-3), "copies": torch.zeros(5000).bfloat16(), "kernels": "triton"}
-    kernels.adamw(*columns, step=1, grad_scale=torch.ones(()), **settings)
-    narrow = [[torch.zeros(n).bfloat16() for n in (5, 7)] for _ in range(4)]
-    kernels.adamw(*narrow, step=[1, 2], options=AdamWOptions(1e-3), kernels="triton")
     codes = torch.zeros(5000, dtype=torch.int8)
     for dtype, correction in (
         (torch.float32, None),

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zeroshard.kernels import AdamWOptions, adamw8bit, cpu_loops, use_kernels
-from zeroshard.kernels.adamw8bit import Codes
+from zeroshard.kernels import adamw8bit, cpu_loops, use_kernels
+from zeroshard.kernels.adamw8bit import AdamWOptions, Codes
 from zeroshard.kernels.adamw8bit import adamw8bit as update
 from zeroshard.optim import AdamW8bit, FlashAdamW
 

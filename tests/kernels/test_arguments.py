@@ -8,12 +8,10 @@ import torch
 
 from exactness import assert_near, run
 from zeroshard import kernels
-from zeroshard.kernels import AdamWOptions
 
 ONE, ROW = torch.zeros(4), torch.zeros(2, 4)
 TARGETS = torch.zeros(2, dtype=torch.int64)
 HEADS = torch.zeros(1, 2, 3, 8)
-ADAMW = dict.fromkeys(("params", "grads", "exp_avgs", "exp_avg_sqs"), ONE)
 
 # Each operation with arguments that are right; then what is wrong, and the beginning of what is said.
 WRONG = {
@@ -86,24 +84,6 @@ WRONG = {
             ({"targets": TARGETS.to("meta")}, "targets: on meta"),
             ({"chunk_rows": 0}, "chunk_rows: 0 is below 1"),
             ({"reduction": "none"}, "reduction: 'none'"),
-        ],
-    ),
-    "adamw": (
-        {**ADAMW, "step": 1, "options": AdamWOptions(1e-3)},
-        [
-            ({"params": ONE.long()}, "params: torch.int64 is not supported"),
-            ({"params": torch.zeros(8)[::2]}, "params: strides"),
-            ({**{name: [ONE] * 2 for name in ADAMW}, "params": [ONE, ONE.half()]}, "params: torch.float16 beside"),
-            ({"grads": torch.zeros(5)}, "grads: shape (5,) is not its parameter's"),
-            ({"grads": [ONE] * 2}, "grads: 2 tensors for 1 parameters"),
-            ({"exp_avgs": ONE.to("meta")}, "exp_avgs: on meta"),
-            ({"exp_avg_sqs": torch.zeros(2, 2)}, "exp_avg_sqs: shape"),
-            ({"copies": torch.zeros(5).bfloat16()}, "copies: shape"),
-            ({"step": 0}, "step: 0 is below 1"),
-            ({"step": [1, 2]}, "step: 2 counts for 1 parameters"),
-            ({"grad_scale": torch.ones(2)}, "grad_scale: torch.float32 of shape"),
-            ({"grad_scale": torch.ones(()).double()}, "grad_scale: torch.float64"),
-            ({"grad_scale": torch.ones((), device="meta")}, "grad_scale: on meta"),
         ],
     ),
 }

@@ -91,7 +91,7 @@ def test_the_block_chooses_for_calls_that_do_not(machine):
 
 
 def test_who_serves_is_told_by_name(machine):
-    assert describe(CUDA, "auto", ("layer_norm", "adamw")) == {"LayerNorm": "triton", "AdamW": "triton"}
+    assert describe(CUDA, "auto", ("layer_norm", "adamw8bit")) == {"LayerNorm": "triton", "AdamW8bit": "triton"}
     assert set(describe(CPU).values()) == {"reference"}
     assert len(describe(CPU)) == len(OPERATIONS)
     assert CHOICES == ("auto", "reference", "triton")

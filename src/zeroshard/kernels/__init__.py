@@ -5,7 +5,8 @@ kernels and their launchers have a file of their own, such as `norm_kernels`. Th
 `zeroshard.kernels.dispatch` chooses the backend of each call.
 """
 
-from zeroshard.kernels.adamw import AdamWOptions, adamw
+from typing import NoReturn
+
 from zeroshard.kernels.block_formats import dequantise, dequantised_sum, quantise
 from zeroshard.kernels.cross_entropy import cross_entropy
 from zeroshard.kernels.dispatch import CHOICES, OPERATIONS, Backend, Choice, Operation, choose, describe, use_kernels
@@ -18,13 +19,11 @@ from zeroshard.kernels.swiglu import swiglu
 __all__ = [
     "CHOICES",
     "OPERATIONS",
-    "AdamWOptions",
     "Backend",
     "Choice",
     "LayerNorm",
     "Operation",
     "RMSNorm",
-    "adamw",
     "choose",
     "cross_entropy",
     "dequantise",
@@ -38,3 +37,9 @@ __all__ = [
     "swiglu",
     "use_kernels",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in ("adamw", "AdamWOptions"):
+        raise ImportError(f"zeroshard.kernels.{name} has left; use torch.optim.AdamW(..., fused=True)")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

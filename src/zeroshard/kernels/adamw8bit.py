@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from math import sqrt
+from dataclasses import dataclass
+from math import isfinite, sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,18 +34,43 @@ import torch
 from torch import Tensor
 
 from zeroshard.kernels import cpu_loops
-from zeroshard.kernels.adamw import SERVED, AdamWOptions
 from zeroshard.kernels.adamw8bit_kernels import KNEE, launch
 from zeroshard.kernels.block_noise import block_noise
 from zeroshard.kernels.cpu_loops import PLAIN
 from zeroshard.kernels.dispatch import Backend, Choice, asked_for, choose
 from zeroshard.kernels.launch import device_of
 
+SERVED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights; they are computed in fp32
 _TINY = 2.0**-126  # the smallest normal fp32: scales are at least as large, so that no quotient is 0 / 0
 _SIGNED = 127 * (1 + KNEE)
 _UNSIGNED = 256 * (1 + KNEE)
 CHUNK = 16384  # elements that a CPU updates at a time: their fp32 values fit in the second-level cache
 CHUNK_ON_GPU = 1 << 22  # many, because each of some 50 operations is a launch
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Hyper-parameters of one update.
+
+    Raises:
+        ValueError: one of them is outside its range.
+    """
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: {value!r} is not a finite number >= 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 <= value < 1):
+                raise ValueError(f"{name}: {value!r} is outside [0, 1)")
 
 
 def chunk_numel(device_type: str) -> int:

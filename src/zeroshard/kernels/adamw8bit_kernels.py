@@ -1,7 +1,7 @@
 """The Triton kernel of `zeroshard.kernels.adamw8bit`, whose reference is its specification, bit for bit.
 
 A program updates some blocks of a piece, which it reads and writes once: 16 bytes an element for fp32 weights, 12 for
-bf16 with corrections. As for `zeroshard.kernels.adamw`, one launch updates pieces that lie anywhere in memory.
+bf16 with corrections. One launch updates pieces that lie anywhere in memory.
 """
 
 from __future__ import annotations

@@ -49,7 +49,6 @@ OPERATIONS: dict[str, Operation] = {
     "swiglu": Operation("SwiGLU", fused_by_compiler=True),
     "cross_entropy": Operation("CrossEntropy"),
     "linear_cross_entropy": Operation("LinearCrossEntropy"),
-    "adamw": Operation("AdamW"),
     "adamw8bit": Operation("AdamW8bit"),
     "block_formats": Operation("BlockFormats"),
     "carry_written": Operation("CarryWritten"),

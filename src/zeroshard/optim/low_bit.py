@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.kernels import state_codes
-from zeroshard.kernels.adamw import AdamWOptions
-from zeroshard.kernels.adamw8bit import Codes, adamw8bit
+from zeroshard.kernels.adamw8bit import AdamWOptions, Codes, adamw8bit
 from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
 from zeroshard.torch_internals import runs_eagerly
 
