@@ -316,6 +316,15 @@ def test_the_last_line_of_a_run_names_the_next_command(capsys, tmp_path):
     assert main(["generate", str(tmp_path / "run of generate"), "--max-new-tokens", "2"]) == 0
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_ranks_train_where_a_stream_is_closed(tmp_path, closed):
+    flags = ["--max-steps", "2", "--eval-interval", "0", "--seq-len", "16", "--model.n-layer", "1"]
+    words = [*ZEROSHARD, "train", "--nproc", "2", *DATA, *flags, "--out", str(tmp_path / "run")]
+    done = subprocess.run(["sh", "-c", f"{shlex.join(words)} {closed}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
 def test_ctrl_c_ends_all_ranks_after_a_checkpoint_and_says_how_to_continue(tmp_path):
     with running(tmp_path, *ENDLESS) as (process, workers):
         process.send_signal(signal.SIGINT)

@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after ``zeroshard``; None: those of the process.
     """
     own_process = argv is None
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-: no file of a run may be opened in its place
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 -- for the process
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with gc_frequency.rare_collections() if own_process else nullcontext(), _stop_signals_exit():

@@ -182,6 +182,13 @@ def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_ev
     ]
 
 
+def test_a_console_that_is_closed_is_written_nowhere(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    console = ConsoleRecorder(max_steps=2)
+    console.on_step(a_record(step=1))
+    console.on_end({"status": "ok"})
+
+
 def test_on_a_terminal_each_step_replaces_a_line_that_gives_way_to_others(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     stream = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})()
@@ -206,7 +213,7 @@ def test_in_a_pipe_no_ten_seconds_pass_without_a_line(monkeypatch):
 def test_the_end_of_a_run_says_what_is_not_as_it_should_be():
     stream = io.StringIO()
     console = ConsoleRecorder(max_steps=100, stream=stream, next_command="zeroshard generate run")
-    ended = {"step": 16, "num_skipped": 0, "last_checkpoint_step": 16, "wall_s": 3723.4}
+    ended = {"step": 16, "val_loss": None, "num_skipped": 0, "last_checkpoint_step": 16, "wall_s": 3723.4}
     console.on_end({"status": "ok", **ended})
     console.on_end({"status": "storage", **ended, "num_skipped": 3, "last_checkpoint_step": 2})
     assert stream.getvalue().splitlines() == [

@@ -131,9 +131,9 @@ def test_a_long_curve_is_smoothed_before_what_was_measured():
     points = [(step, 4.0 + (-1) ** step) for step in range(1, 601)]
     shown = smoothed(points)
     assert [step for step, _ in shown] == [step for step, _ in points]
-    assert all(abs(loss - 4.0) < 0.1 for _, loss in shown[60:])
+    assert all(abs(loss - 4.0) < 0.1 for _, loss in shown[60:-60])
     line = [(step, 5.0 - step / 100) for step in range(600)]
-    assert all(abs(loss - line[step][1]) < 0.01 for step, loss in smoothed(line)[150:450])  # it does not lag
+    assert all(abs(loss - line[step][1]) < 0.01 for step, loss in smoothed(line))  # it does not lag, nor at its ends
     assert smoothed(points[:20]) == points[:20]
     assert math.isnan(smoothed([*points, (601, math.nan), (602, 4.0)])[600][1])
     assert math.isfinite(smoothed([*points, (601, math.nan), (602, 4.0)])[601][1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from zeroshard.lab.metrics_log import NAMED
 from zeroshard.lab.planner.show import size
@@ -31,7 +32,7 @@ from zeroshard.train.records.records import in_memory, is_on_disk
 
 MOST_LINES = 12
 MOST_SETTINGS = 3  # in which a run differs, in the name of its curve
-SMOOTHED_FROM, SMOOTHED_OVER = 60, 30  # points; of N points about N / 30 on each side count
+SMOOTHED_FROM, SMOOTHED_OVER = 60, 30  # points; of N points N / 30 on each side count
 MOST_NAMED = 6  # most runs with identical losses that the caption names for one curve
 MOST_POINTS = 400  # most points of a curve
 MIB, GIB = 2**20, 2**30
@@ -105,28 +106,22 @@ def _line(
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Each value's mean with those before and after it, which count less the further away; few points stay as they are.
+    """Each value's mean with as many before as after it, fewer at both ends; few points stay as they are.
 
     Values that are not finite are passed on, and count nowhere.
     """
+    last, most = len(points) - 1, len(points) // SMOOTHED_OVER
     if len(points) < SMOOTHED_FROM:
         return points
-    values, keep = [value for _, value in points], 1 - SMOOTHED_OVER / len(points)
-    sides = zip(_sums(values, keep), reversed(_sums(values[::-1], keep)), strict=True)
+    finite = [math.isfinite(value) for _, value in points]
+    counts = [0, *accumulate(finite)]
+    sums = [0.0, *accumulate(value if ok else 0.0 for (_, value), ok in zip(points, finite, strict=True))]
     found = []
-    for (step, value), ((before, before_weight), (after, after_weight)) in zip(points, sides, strict=True):
-        mean = (before + after - value) / (before_weight + after_weight - 1)  # the value is in both
-        found.append((step, mean if math.isfinite(value) else value))
-    return found
-
-
-def _sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """Sums of the values up to each, and of their weights: powers of ``keep``."""
-    total, weight, found = 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        found.append((total, weight))
+    for index, (step, value) in enumerate(points):
+        beside = min(index, last - index, most)
+        begin, end = index - beside, index + beside + 1
+        mean = (sums[end] - sums[begin]) / (counts[end] - counts[begin]) if finite[index] else value
+        found.append((step, mean))
     return found
 
 

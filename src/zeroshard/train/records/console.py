@@ -44,7 +44,8 @@ class ConsoleRecorder:
         self._max_steps, self._log_interval, self._next_command = max_steps, log_interval, next_command
         self._stream, self._gone = stream or sys.stdout, False
         self._step_s: list[float] = []  # of the steps since the last line
-        self._live, self._shown = self._stream.isatty(), ""  # what a terminal shows now, below the lines
+        has_terminal = self._stream is not None and self._stream.isatty()  # None: closed, as by >&-
+        self._live, self._shown = has_terminal, ""  # what a terminal shows now, below the lines
         self._last_line = time.monotonic()
 
     def on_start(self, info: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class ConsoleRecorder:
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Print how it ended, and in a line of its own what to do next; ``summary.json`` has tables and the rest."""
-        known = {name: value for name, value in summary.items() if not isinstance(value, Mapping)}
+        known = {name: value for name, value in summary.items() if not isinstance(value, Mapping | None)}
         if known.get("last_checkpoint_step") == known.get("step"):
             known.pop("last_checkpoint_step", None)
         if not known.get("num_skipped"):
