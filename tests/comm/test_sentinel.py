@@ -1,5 +1,4 @@
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -236,16 +235,50 @@ def test_a_board_that_is_cut_off_is_told_by_whoever_waits():
     comm.close()
 
 
-def test_rank_0_which_keeps_the_board_stays_until_the_others_have_heard():
-    board, heard = MemoryBoard(), threading.Event()
-    comm = SentinelCommunicator(NullCommunicator(2, 0), board, lambda line, found_here: heard.set())
-    began = time.monotonic()
+@pytest.mark.parametrize(
+    ("lives", "hears_at", "pulses"),
+    [(True, 7, 7), (True, None, sentinel.HEARING_PULSES), (False, None, sentinel.NAMING_PULSES)],
+    ids=["a busy rank", "one that computes", "one that is lost"],
+)
+def test_rank_0_which_keeps_the_board_stays_until_the_others_have_heard(clock, monkeypatch, lives, hears_at, pulses):
+    board = MemoryBoard()
+    ours, other = (SentinelCommunicator(NullCommunicator(2, rank), board, lambda *_: None) for rank in range(2))
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if lives:
+            pulse(other)
+        if len(slept) == hears_at:
+            board.post("heard1", b"1")
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    pulse(other)
+    ours._watch._let_others_hear()
+    ours.close()
+    other.close()
+    assert len(slept) == pulses
+
+
+def test_no_operation_of_rank_0_raises_a_fault_before_the_others_have_heard():
+    """What raises it may end the process, and the board with it."""
+    known, over = [], threading.Event()
+
+    class Board(MemoryBoard):
+        def read(self, key):
+            if key == "heard1":
+                known.append(comm._watch.fault)
+                return b"1"
+            return super().read(key)
+
+    board = Board()
+    comm = SentinelCommunicator(NullCommunicator(2, 0), board, lambda *_: over.set(), raised=threading.Event())
     board.post("verdict", b'{"fault": "rank 7 is lost"}')
-    assert not heard.wait(1.5 * sentinel.PULSE_S)
-    board.post("heard1", b"1")
-    assert heard.wait(600)
-    assert time.monotonic() - began >= sentinel.PULSE_S
+    assert over.wait(600)
     comm.close()
+    assert known == [""]
+    with pytest.raises(PeerError, match=r"^rank 7 is lost$"):
+        comm.barrier()
 
 
 def test_a_slow_rank_is_no_lost_one_and_a_silent_one_is(clock):

@@ -62,6 +62,7 @@ LOST_AFTER_S = 8.0  # a rank without a new pulse for so long is lost
 FULL_LOOK = 16  # up to so many ranks, each looks at all others at every pulse of a stall
 NEIGHBOURS = 2  # how many neighbours on each side a rank looks at
 CLOSING_S = 5.0  # how long `close` waits for requests to the board
+HEARING_PULSES = 10  # for so many pulses rank 0 waits for the others to hear of a fault
 NAMING_PULSES = 3  # a rank that posts nothing for so many pulses after a collective failed is to blame for that
 
 OnFault = Callable[[str, bool], None]
@@ -132,8 +133,8 @@ class _Watch:
             finally:
                 self._looking_since = None
             if fault:
-                self.fault = fault[0]
                 self._let_others_hear()
+                self.fault = fault[0]  # not before others have heard: the main thread raises it, and may end the board
                 self._on_fault(*fault)
                 return
 
@@ -203,15 +204,23 @@ class _Watch:
         return sorted({0, *(rank % self.world_size for rank in near)} - {self.rank})
 
     def _let_others_hear(self) -> None:
-        """Post that this rank has the verdict. Rank 0, whose end may end the board, waits a bit for those that live."""
-        limit_s = self._lost_after_s or LOST_AFTER_S
-        silent = {rank for rank, (_, seen_s) in self._last_pulse.items() if time.monotonic() - seen_s > limit_s}
+        """Post that this rank has the verdict. Rank 0, whose end may end the board, waits for those that post pulses.
+
+        It waits for `HEARING_PULSES` at most, as a rank that computes meets no fault of a collective.
+        """
         with contextlib.suppress(RuntimeError, OSError):
             self._board.post(f"heard{self.rank}", b"1")
-            for _ in range(NAMING_PULSES if self.rank == 0 else 0):
-                if all(self._board.read(f"heard{rank}") for rank in range(self.world_size) if rank not in silent):
-                    break
-                time.sleep(PULSE_S)
+            if self.rank:
+                return
+            deaf = list(range(1, self.world_size))
+            pulses: list[dict[int, int]] = []  # as they were heard, the last ones
+            while deaf and len(pulses) < HEARING_PULSES:
+                deaf = [rank for rank in deaf if not self._board.read(f"heard{rank}")]
+                pulses.append(self._heard_of(deaf))
+                if len(pulses) > NAMING_PULSES:
+                    deaf = [rank for rank in deaf if pulses[-1][rank] != pulses[-1 - NAMING_PULSES][rank]]
+                if deaf:
+                    time.sleep(PULSE_S)
 
     def _post(self) -> None:
         self._pulse += 1
