@@ -1,8 +1,10 @@
 """The templates of examples/cluster/: their commands are commands, and what they say of signals is so."""
 
 import os
+import re
 import shlex
 import subprocess
+import tomllib
 
 import pytest
 import yaml
@@ -39,9 +41,13 @@ def programs(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("status", "requeued"), [(0, False), (138, True), (143, False), (2, False)])
-def test_the_batch_file_queues_again_what_was_pre_empted_and_nothing_else(status, requeued, programs, tmp_path):
-    env = programs(srun=f"exit {status}", scontrol="") | {"SLURM_JOB_ID": "42"}
+@pytest.mark.parametrize(
+    ("status", "count", "requeued"),
+    [(0, 0, False), (138, 30, True), (143, 0, False), (2, 0, False), (4, 9, True), (4, 10, False)],
+)
+def test_the_batch_file_queues_again_what_was_pre_empted_or_lost(status, count, requeued, programs, tmp_path):
+    env = programs(srun=f"exit {status}", scontrol="")
+    env |= {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(count), "SLURM_CPUS_PER_TASK": "8"}
     done = subprocess.run(["bash", CLUSTER / "train.sbatch", "--seed", "3"], env=env, cwd=tmp_path, check=False)
     assert done.returncode == status
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -49,6 +55,7 @@ def test_the_batch_file_queues_again_what_was_pre_empted_and_nothing_else(status
     words = shlex.split(calls[0])
     config = _config(words[words.index("zeroshard") + 1 :])
     assert (config.resume, config.nproc, config.seed) == ("auto", 0, 3)  # srun starts the ranks
+    assert "--cpus-per-task=8" in words
 
 
 def test_the_batch_file_has_slurm_send_the_signal_that_runs_save_upon():
@@ -57,6 +64,18 @@ def test_the_batch_file_has_slurm_send_the_signal_that_runs_save_upon():
     assert "#SBATCH --requeue" in lines
     nodes = [line for line in lines if line.startswith(("#SBATCH --ntasks-per-node", "#SBATCH --gpus-per-node"))]
     assert len({line.rpartition("=")[2] for line in nodes}) == 1  # a rank a GPU
+
+
+def test_the_image_is_built_of_files_that_are_there_and_of_all_that_the_package_names():
+    lines = [line.split() for line in (CLUSTER / "Dockerfile").read_text().splitlines()]
+    copied = {word for line in lines if line[:1] == ["COPY"] for word in line[1:-1]}
+    assert [name for name in sorted(copied) if not (ROOT / name).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], "LICENSE", "src", "pyproject.toml", "constraints.txt"} == copied
+    (extras,) = [
+        re.findall(r"\w+", line[-1].partition("[")[2]) for line in lines if line[:3] == ["RUN", "pip", "install"]
+    ]
+    assert set(extras) <= set(project["optional-dependencies"])
 
 
 def test_the_pytorchjob_starts_our_launcher_in_each_pod():

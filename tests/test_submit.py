@@ -6,6 +6,7 @@ machine stands in for the cluster's queue.
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 
 import forked
 from zeroshard.cli import main
-from zeroshard.submit import SubmitConfig, submit
+from zeroshard.errors import ExitStatus
+from zeroshard.submit import SubmitConfig, TrainJob, submit
 
 pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
 PATIENCE_S, NUM_STEPS = 600.0, 100_000  # more than it takes
@@ -52,7 +54,27 @@ def test_the_batch_file_asks_for_what_was_said(slurm, capsys):
     assert set(expected.split()) <= set(lines)
     assert not [line for line in lines if line.startswith(("qos", "mem", "constraint"))]  # the cluster's own choice
     assert "module load cuda" in text
-    assert "--kill-on-bad-exit=1" in text
+    assert "--kill-on-bad-exit=1 --cpus-per-task=6 " in text  # srun does not take them from sbatch
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_whose_peer_was_lost_is_queued_again_as_often_as_was_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "7")
+    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", "0")
+    lost = tmp_path / "lost"
+    lost.write_text(f"#!/bin/sh\nexit {int(ExitStatus.PEER_LOST)}\n")
+    lost.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(lost))
+    job, queued = TrainJob(["--max-steps", "2"], 2), []
+    monkeypatch.setattr("signal.raise_signal", lambda _: queued.append(job.checkpoint().function))
+    for left in (1, 0):
+        assert job() == ExitStatus.PEER_LOST
+        job = pickle.loads(pickle.dumps(queued[-1]))
+        assert (job.words, job.restarts) == (["--max-steps", "2"], left)
+    with pytest.raises(SystemExit, match=r"^4$"):
+        job()
+    assert len(queued) == 2
 
 
 def test_what_is_queued_goes_on_where_it_stopped(slurm, monkeypatch):

@@ -2,6 +2,7 @@
 
     SLURM sends SIGUSR1 ahead of the end -> every rank saves and exits with status 138 -> submitit queues the job again
     -> the same command with ``--resume auto``
+    a rank's machine is lost -> the others exit with status 4 -> the same, ``max_restarts`` times
 
 submitit (https://github.com/facebookincubator/submitit) writes the batch file and asks for the requeue. It runs a
 `TrainJob` in each task. The job starts a rank as a process of its own, because a rank must receive the signal itself
@@ -38,6 +39,9 @@ class SubmitConfig(Config):
     mem_gb: int = Field(0, ge=0, description="Memory of each machine in GB; 0: as the cluster chooses.")
     time_min: int = Field(60, ge=1, description="Minutes until the job is ended, or queued again.")
     max_timeouts: int = Field(10, ge=0, description="Times that it is queued again after its time was over.")
+    max_restarts: int = Field(
+        3, ge=0, description="Times that it is queued again after a rank or its machine was lost."
+    )
     signal_delay_s: int = Field(120, ge=1, description="Seconds before the end at which ranks are told to save.")
     partition: str = Field("", description="Partition of the cluster; empty: its default.")
     account: str = Field("", description="Account to charge; empty: the user's default.")
@@ -61,14 +65,15 @@ class TrainJob:
 
     Args:
         words: the arguments after ``zeroshard train``.
+        restarts: how many times it is queued again after a rank or its machine was lost.
     """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
+    def __init__(self, words: Sequence[str], restarts: int = 0) -> None:
+        self.words, self.restarts = list(words), restarts
         self._rank: int | None = None  # process id
 
     def __call__(self) -> int:
-        """Run the rank to its end and return its exit status; if it was pre-empted, rank 0 does not return.
+        """Run the rank to its end and return its exit status; if the job is to be queued again, rank 0 does not return.
 
         Raises:
             SystemExit: the run failed, with its status.
@@ -80,9 +85,9 @@ class TrainJob:
         # not a subprocess.Popen, because both this frame and a signal handler that interrupts it wait for the child
         self._rank = os.posix_spawn(sys.executable, [sys.executable, "-m", "zeroshard", "train", *self.words], env)
         status = self._wait()
-        if status == ExitStatus.PREEMPTED and here.global_rank == 0:
+        if self._starts_again_after(status) and here.global_rank == 0:
             signal.raise_signal(SIGNAL)  # submitit's handler calls `checkpoint`; it does not return
-        if status not in (ExitStatus.OK, ExitStatus.PREEMPTED):
+        if status != ExitStatus.OK and not self._starts_again_after(status):
             raise SystemExit(status)
         return status
 
@@ -90,16 +95,21 @@ class TrainJob:
         """The job to queue: the same run, returned once this rank has saved. submitit calls it on `SIGNAL`."""
         import submitit
 
+        left = self.restarts
         if self._rank is not None:
             if self._running():
                 os.kill(self._rank, SIGNAL)
             status = self._wait()
-            if status != ExitStatus.PREEMPTED:
+            if not self._starts_again_after(status):
                 raise SystemExit(status)
-        return submitit.helpers.DelayedSubmission(TrainJob(self.words))
+            left -= status == ExitStatus.PEER_LOST
+        return submitit.helpers.DelayedSubmission(TrainJob(self.words, left))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"words": self.words, "_rank": None}
+        return {"words": self.words, "restarts": self.restarts, "_rank": None}
+
+    def _starts_again_after(self, status: int) -> bool:
+        return status == ExitStatus.PREEMPTED or (status == ExitStatus.PEER_LOST and self.restarts > 0)
 
     def _running(self) -> bool:
         assert self._rank is not None
@@ -138,7 +148,7 @@ def submit(config: SubmitConfig, words: Sequence[str]) -> str:
         ) from None
     executor.update_parameters(**_parameters(config))
     try:
-        job = executor.submit(TrainJob(words))
+        job = executor.submit(TrainJob(words, config.max_restarts))
     except (FailedJobError, subprocess.CalledProcessError, OSError) as error:
         what = " ".join(str(error).split())
         raise UserError("submit", f"the job was refused ({what})", "ask for what the cluster has") from None
@@ -163,8 +173,11 @@ def _parameters(config: SubmitConfig) -> dict[str, Any]:
         "qos": config.qos,
         "constraint": config.constraint,
         "setup": list(config.setup),
-        # if a rank is lost, the others are killed at once, and not only after their time-out
-        "srun_args": ["--kill-on-bad-exit=1"],
+        # If a rank fails, the others are killed at once. Since 22.05 srun does not take sbatch's cores per task.
+        "srun_args": [
+            "--kill-on-bad-exit=1",
+            *[f"--cpus-per-task={config.cpus_per_task}"] * bool(config.cpus_per_task),
+        ],
         "additional_parameters": {"requeue": True},
     }
     if config.cluster == "slurm":

@@ -11,7 +11,7 @@ import torch
 
 import forked
 import page_ranks
-from pages import BLOCKS, PAGES, ROOT, python_of
+from pages import BLOCKS, PAGES, ROOT, prints, python_of
 from zeroshard.cli import VERBS
 from zeroshard.errors import UserError
 from zeroshard.flags import flags_of, read_flags, take_option
@@ -84,6 +84,7 @@ def test_the_shell_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
             words = ["bash", "-c", code]
             done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
             assert done.returncode == block.status, f"{block.name}\n{done.stdout}{done.stderr}"
+            assert not block.shown or prints(done.stdout, block.shown), f"{block.name}\n{done.stdout}"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it

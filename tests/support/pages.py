@@ -6,6 +6,9 @@ A block in ``sh`` stands below a comment that no reader sees, and that says what
     <!-- run: status 2 -->            and ends with that exit status
     <!-- not run: needs a cluster --> it does not, for that reason; its commands are parsed all the same
 
+What it prints may stand below it, in a block of ``text``: the same lines, if numbers and paddings are left out, and
+any lines where ``...`` stands.
+
 A block in ``python`` runs, in one namespace for the page, unless it is marked as not run.
 """
 
@@ -15,6 +18,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +35,7 @@ class Block:
     language: str
     mark: str
     code: str
+    shown: str = ""  # what the page says that it prints
 
     @property
     def name(self) -> str:
@@ -58,10 +63,30 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
+    found = list(_BLOCK.finditer(text))
     return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found["language"], found["mark"] or "", found["code"])
-        for found in _BLOCK.finditer(text)
+        Block(
+            page,
+            text.count("\n", 0, block.start()) + 1,
+            block["language"],
+            block["mark"] or "",
+            block["code"],
+            below["code"]
+            if below and below["language"] == "text" and not text[block.end() : below.start()].strip()
+            else "",
+        )
+        for block, below in zip_longest(found, found[1:])
     ]
+
+
+def prints(output: str, shown: str) -> bool:
+    """Whether ``output`` is what a page has ``shown``, but for numbers, paddings and what ``...`` leaves out."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"\d[\d,.:]*", "#", re.sub(r" +", " ", text))
+
+    lines = (r"(?:.*\n)*" if line == "..." else re.escape(plain(line)) + r"\n" for line in shown.splitlines())
+    return re.fullmatch("".join(lines), plain(output)) is not None
 
 
 def python_of(page: Path) -> list[Block]:
