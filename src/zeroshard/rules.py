@@ -64,19 +64,14 @@ def check_heads(field: str, size: int, num_heads: int) -> None:
     """Check that ``size`` ranks divide the query heads of an attention layer evenly."""
     if num_heads % size:
         sizes = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
-        parts = "ranks" if field == "sequence_parallel" else "parts, each computed as a rank (reproducible),"
-        raise UserError(
-            field,
-            f"{size} {parts} do not divide {num_heads} query heads",
-            f"choose one of {', '.join(map(str, sizes))}",
-        )
+        what = f"{size} ranks do not divide {num_heads} query heads"
+        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
 
 
-def check_even_parts(field: str, size: int) -> None:
-    """Check that reproducible sums can divide by the number of parts of a sequence: a power of two."""
-    if size & (size - 1):
-        what = f"{size} is no power of two, and reproducible divides by the number of parts of a sequence"
-        raise UserError(field, what, "give 2, 4, 8 or so, or leave reproducible out")
+def check_uncut(field: str, number: int, **cuts: bool) -> None:
+    """Check that reproducible steps compute each sequence at once: ``cuts`` says which settings cut it."""
+    for name in (name for name, given in cuts.items() if given):
+        raise UserError(field, f"{number} is given, and {name} cuts sequences: parts round in another way", _EITHER)
 
 
 def check_cut(field: str, seq_len: int, size: int) -> None:

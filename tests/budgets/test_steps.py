@@ -124,15 +124,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "precision": ("bf16",),
         "num_micro": (2,),
     },
-    "tiles as ranks": {
-        "row": (*STAGED, "3, weights kept"),
-        "name": tuple(MODELS),
-        "recomputed": ("full by 2 tiles", "offload by 4 tiles"),
-        "world_size": (1, 2),
-        "precision": tuple(PRECISIONS),
-        "num_micro": (1, 2),
-        "as_ranks": (True,),
-    },
     "adapters": {"row": ("1", "3"), "lora": tuple(LORA), "name": ("llama-tiny",), "num_micro": (2,)},
     "replicas": {"row": SHARDED, "precision": tuple(PRECISIONS), "shard_size": (1, 2, 3), "world_size": (6,)},
     "wires": {
@@ -285,34 +276,32 @@ def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False, narr
     return model
 
 
-def _trace(name, micro_batch, precision, tiles=None, **how):
+def _trace(name, micro_batch, precision, **how):
     """What a plan is made of; it knows no stage and no world."""
     model = _model(name, **how)
-    return trace_language_model(model, micro_batch, SEQ_LEN, ALL[precision], tiles=tiles)
+    return trace_language_model(model, micro_batch, SEQ_LEN, ALL[precision])
 
 
 def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed="none", shard_size=None,
           num_micro=1, micro_batch=2, accumulate=None, prefetch=1, reproducible=None, lora="", num_layers=3,
-          masked=False, offload="", folder=None, optimizer="AdamW", as_ranks=False):  # fmt: skip
+          masked=False, offload="", folder=None, optimizer="AdamW"):  # fmt: skip
     """The step that is planned for the last rank, its list of collectives, and what its run has measured."""
     how = {"recomputed": recomputed, "lora": lora, "num_layers": num_layers, "masked": masked}
     how["narrow"] = OPTIMIZER_STATES[optimizer].corrects
     gc.collect()  # models of earlier tests, whose slots on the host would be used
     model, policy, strategy, rank = _model(name, **how), ALL[precision], ROWS[row], world_size - 1
     shards = shard_size or world_size
-    tiles = int(model.config.tiles) if as_ranks else None
-    reproducible = world_size * num_micro * tiles if tiles else reproducible
     given = {"num_micro": num_micro, "accumulate": accumulate, "prefetch": prefetch, "reproducible": reproducible}
     replicated = {**given, "num_replicas": world_size // shards}
     state = OPTIMIZER_STATES[optimizer]
     buffers = buffers_of(model, shards, model.units, precision=policy, reproducible=reproducible, block=state.block)
-    trace = _trace(name, micro_batch, precision, tiles, **how)
+    trace = _trace(name, micro_batch, precision, **how)
     away = OFFLOADS.get(offload)
     away = replace(away, path=folder) if away is not None and away.path else away
     settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=away)
     predicted = step_of(trace, buffers, state, settings)
     flows = flows_of(buffers) if lora else None
-    listed = messages(buffers, strategy, policy, flows=flows, tiles=tiles or 1, **replicated, offload=away)
+    listed = messages(buffers, strategy, policy, flows=flows, **replicated, offload=away)
     measured = dry_run(
         model,
         tokens_and_targets(SEQ_LEN),
@@ -326,7 +315,6 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
         num_steps=2,
         offload=away,
         optimizer=MADE.get(optimizer),
-        tiles=tiles,
         **given,
     )
     return predicted, listed, measured

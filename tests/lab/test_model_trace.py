@@ -85,18 +85,6 @@ def test_a_few_blocks_tell_all_of_a_deep_model(name, recomputed, device_type, nu
     assert few == _whole(model, 2, BF16, device_type)
 
 
-@pytest.mark.parametrize(("name", "recomputed", "num_layers"), [("llama-tiny", "full", 5), ("gpt2-demo", "offload", 7)])
-def test_a_few_blocks_tell_all_of_a_deep_model_whose_tiles_are_ranks(name, recomputed, num_layers, monkeypatch):
-    model = _model(name, activation_checkpointing=recomputed, n_layer=num_layers, tiles="2")
-    whole = _whole(model, 2, BF16, tiles=2)
-    assert sum(span.event.name == "backward_over" for span in whole.spans) == 2
-    traced = model_trace._traced
-    depths = []
-    monkeypatch.setattr(model_trace, "_traced", lambda *given: depths.append(given[-1]) or traced(*given))
-    assert trace_language_model(model, 2, SEQ_LEN, BF16, tiles=2) == whole
-    assert max(depths) < num_layers
-
-
 @pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.soak), "cuda"])
 def test_a_few_tiles_tell_all_of_many(device_type, monkeypatch):
     model = _model("llama-tiny", n_layer=2, activation_checkpointing="offload", tiles="7")  # 4 of 3 tokens, 3 of 2

@@ -12,7 +12,7 @@ from hf_models import (
     hf_folder,  # noqa: F401 -- a fixture
     make_model,
 )
-from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
+from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.errors import UserError
 from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.models.adapters import Lora
@@ -165,102 +165,6 @@ def builder(hf_folder):  # noqa: F811
 BUILDERS = {kind: partial(ours, kind) for kind in OURS}
 
 
-# Of each: ranks that share a sequence, and tiles of each that are computed as ranks.
-AS_RANKS = {"2 tiles": (1, 2), "4 tiles": (1, 4), "2 tiles on each of 2 ranks": (2, 2)}
-
-
-def parts_in_bits(comm, model, way, stage, size, tiles):
-    """Losses of one rank's parts, and the averaged gradients of an engine that adds them up exactly."""
-    parts = size * tiles
-    sequence = SequenceParallel.of(comm, size, tiles=tiles)
-    share_sequences(model, sequence)
-    zero = Zero(model, stage, comm=comm, units=model.units, reproducible=parts)
-    (tokens, targets), named = given(way, sequence.cut)
-    targets, total = targets.clone(), (rows()[1] != IGNORED).sum()
-    weights = torch.stack([(part != IGNORED).sum() * parts / total for part in targets.chunk(tiles, dim=1)])
-    for part in targets.chunk(tiles, dim=1):
-        if (part == IGNORED).all():
-            part[0, 0] = 0
-    sequence.as_ranks.seed(range(comm.rank * tiles, (comm.rank + 1) * tiles))
-    losses = model(tokens, targets, **named) * (weights if tiles > 1 else weights[0])
-    sequence.as_ranks.backward(losses.sum() / tiles)
-    return losses.detach().view(-1), zero.full_grads()
-
-
-def assert_tiles_have_the_bits_of_ranks(build, way, stage, size, tiles, how):
-    found = []
-    for ranks, of_each in ((size, tiles), (size * tiles, 1)):
-        models = [build(way, **recomputing(how, of_each)) for _ in range(ranks)]
-        found.append(run_threads(partial(_in_bits_of_thread, models, way, stage, of_each), ranks))
-    assert_same_bits(*found)
-
-
-def _in_bits_of_thread(models, way, stage, tiles, comm):
-    return parts_in_bits(comm, models[comm.rank], way, stage, comm.world_size, tiles)
-
-
-def recomputing(how, tiles):
-    return {"activation_checkpointing": how, "tiles": "none" if how == "none" or tiles == 1 else str(tiles)}
-
-
-def assert_same_bits(some, others):
-    """Of losses and gradients by rank: all parts' losses, and the gradients, which every rank has."""
-    assert [loss for losses, _ in some for loss in losses] == [loss for losses, _ in others for loss in losses]
-    (_, grads), (_, wanted) = some[0], others[0]
-    assert grads.keys() == wanted.keys()
-    found = {name: (grad, wanted[name]) for name, grad in grads.items() if grad is not None or wanted[name] is not None}
-    assert found
-    assert [name for name, pair in found.items() if not torch.equal(*pair)] == []
-
-
-@pytest.mark.pairwise("kind")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", ["none", "full", "offload"])
-@pytest.mark.parametrize("parts", AS_RANKS)
-@pytest.mark.parametrize("kind", OURS)
-def test_tiles_of_our_models_have_the_bits_of_ranks(kind, parts, how, stage, way):
-    assert_tiles_have_the_bits_of_ranks(BUILDERS[kind], way, stage, *AS_RANKS[parts], how)
-
-
-@pytest.mark.pairwise("kind")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", ["none", "full", "offload"])
-@pytest.mark.parametrize("parts", AS_RANKS)
-@pytest.mark.parametrize("kind", THEIRS)
-def test_tiles_of_models_of_transformers_have_the_bits_of_ranks(builder, kind, parts, how, stage, way):
-    assert_tiles_have_the_bits_of_ranks(builder(kind), way, stage, *AS_RANKS[parts], how)
-
-
-DRAWING = {"gpt2": "plain", "llama": "lora", "gpt2 of transformers": "plain", "gpt2 of transformers eager": "lora"}
-
-
-def drawn_in_bits(comm, kind, folder, how, size, tiles):
-    """Of a model with dropout, or with adapters that have it; random numbers are a process's, so ranks are some."""
-    changes, way = recomputing(how, tiles), DRAWING[kind]
-    if folder is not None:
-        build = config_of(f"hf:{folder}", {"attention": "eager" if kind.endswith("eager") else "auto", **changes}).build
-    else:
-        build = partial(replace(OURS[kind], **changes, **({"dropout": 0.2} if kind == "gpt2" else {})).build, seed=1)
-    return parts_in_bits(comm, _built(build, way, dropout=0.3).train(), way, 3, size, tiles)
-
-
-@pytest.mark.pairwise("kind")
-@pytest.mark.parametrize("how", ["none", "full", "offload"])
-@pytest.mark.parametrize("kind", DRAWING)
-def test_tiles_draw_the_random_numbers_of_ranks(gloo_ranks, hf_folder, kind, how):  # noqa: F811
-    folder = str(hf_folder("gpt2")) if "transformers" in kind else None
-    with torch.random.fork_rng():
-        tiles = drawn_in_bits(LocalCommunicator(), kind, folder, how, 1, 2)
-    assert_same_bits([tiles], gloo_ranks(2).run(drawn_in_bits, kind, folder, how, 2, 1))
-
-
-def test_two_ranks_with_two_tiles_each_draw_what_four_ranks_draw(gloo_ranks):
-    both = gloo_ranks(2).run(drawn_in_bits, "gpt2", None, "full", 2, 2)
-    assert_same_bits(both, gloo_ranks(4).run(drawn_in_bits, "gpt2", None, "full", 4, 1))
-
-
 def test_selective_recomputation_runs_attention_of_shared_sequences_once():
     assert_equal_to_one_process(BUILDERS["gpt2"], "packed", 2, 3, activation_checkpointing="selective")
 
@@ -363,6 +267,16 @@ def test_a_model_of_transformers_in_a_loop_of_ones_own():
     first, second = run_threads(train, 2)
     torch.testing.assert_close((first[0] + second[0]) / 2, loss)
     torch.testing.assert_close(torch.cat([first[1], second[1]], dim=1), logits)
+
+
+def test_generating_from_a_rank_s_part_is_refused():
+    model, sequence, ids = make_model("llama"), SequenceParallel(NullCommunicator(2)), rows()[0][:, :4]
+    share_sequences(model, sequence)
+    for how in ({}, {"use_cache": False}):
+        with pytest.raises(UserError, match=r"generate\(\) takes a prompt, .*; generate inside of `with"):
+            model.generate(ids, max_new_tokens=2, do_sample=False, **how)
+        with sequence.paused():
+            assert model.generate(ids, max_new_tokens=2, min_new_tokens=2, **how).shape == (2, 6)
 
 
 def test_models_that_mix_tokens_elsewhere_are_refused():

@@ -72,7 +72,6 @@ def dry_run(
     reproducible: int | None = None,
     offload: Offload | None = None,
     sequence_parallel: int = 1,
-    tiles: int | None = None,
     rank: int = 0,
     device: torch.device | str = "cpu",
     num_steps: int = NUM_STEPS + 1,
@@ -85,8 +84,7 @@ def dry_run(
         inputs: makes the arguments of a micro-batch.
         world_size, rank: size of the simulated world, and this process's rank in it.
         strategy, units, precision, accumulate, prefetch, shard_size, reproducible, offload: as `zeroshard.Zero`.
-        sequence_parallel, tiles: ranks that share each row of a `LanguageModel`, and parts that each computes as so
-            many; ``inputs`` makes a rank's part.
+        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
         device: where the rank runs.
@@ -102,9 +100,9 @@ def dry_run(
             f"num_steps: {num_steps} steps; give at least {NUM_STEPS}, as the first one is not like the rest"
         )
     comm = ObservedCommunicator(NullCommunicator(world_size, rank))
-    if sequence_parallel * (tiles or 1) > 1:
+    if sequence_parallel > 1:
         assert isinstance(model, LanguageModel)
-        model.share_sequences(SequenceParallel.of(comm, sequence_parallel, tiles=tiles))
+        model.share_sequences(SequenceParallel.of(comm, sequence_parallel))
     unset = any(param.is_meta for param in model.parameters())
     zero = Zero(
         model,
@@ -185,8 +183,7 @@ def _take_step(
     """Run forward, backward and update; returns the resident bytes before and after the update."""
     for micro in range(num_micro):
         with zero.micro_batch(last=micro == num_micro - 1):
-            tiles = model.sequence.as_ranks if isinstance(model, LanguageModel) and model.sequence is not None else None
-            (Tensor.backward if tiles is None else tiles.backward)(_loss(model, given))
+            _loss(model, given).backward()
     zero.clip_grad_norm_(1.0)
     before_update = zero.memory_bytes()
     for each in optimizers:
@@ -242,7 +239,6 @@ def compared(config: PlanConfig) -> dict[str, dict[str, int]]:
             num_micro=again.num_micro,
             offload=replace(offload, path=folder) if offload is not None and offload.path else offload,
             sequence_parallel=workload.sequence_parallel,
-            tiles=workload.tiles,
             reproducible=local.reproducible or None,
         )
     step, sent = again.step, again.step.messages()

@@ -18,7 +18,7 @@ from zeroshard import rules
 from zeroshard.errors import UserError
 
 IGNORED = -100  # target of a position without one: the default ignore_index of torch's cross_entropy
-# Tokens, targets, the loss's weight (0-dim, or [N] of N tiles); and positions if rows are packed.
+# Tokens, targets, the loss's weight (0-dim); and positions if rows are packed.
 EvalBatch = tuple[Tensor, Tensor, Tensor, *tuple[Tensor, ...]]
 
 

@@ -54,7 +54,6 @@ class RowBatches:
         rank, world_size: the ranks among which the rows of a step are divided; None: this process is alone.
         seed: seed of the shuffle.
         sequence_parallel: neighbouring ranks that share each row.
-        tiles: parts of a rank's part that have a loss each.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, no row, or no rank in a process that is not alone.
@@ -69,14 +68,13 @@ class RowBatches:
         world_size: int | None = None,
         seed: int = 0,
         sequence_parallel: int = 1,
-        tiles: int = 1,
     ) -> None:
         rank, world_size = given_or_alone(rank, world_size)
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         _check_sizes(rank, world_size, num_rows=rows.num_rows, **sizes)
         self.rows, self._rows_at = rows, partial(order.rows, seed, num_rows=rows.num_rows)
         self.micro_batch_size, self.grad_accum_steps = micro_batch_size, grad_accum_steps
-        self.cut = Cut.of(rank, sequence_parallel, tiles)
+        self.cut = Cut.of(rank, sequence_parallel)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
 
     @property
@@ -90,13 +88,13 @@ class RowBatches:
         return self.cut(self.rows.read(self._rows(step, micro_step)))
 
     def weight(self, step: int, micro_step: int) -> Tensor:
-        """Return the factor for this rank's loss, of N tiles [N]: [Note: The mean over what counts]."""
+        """Return the factor for this rank's loss, 0-dim: [Note: The mean over what counts]."""
         first = step * self.num_micro_batches * self.micro_batch_size
         positions = np.arange(first, first + self.num_micro_batches * self.micro_batch_size)
         total = self.rows.targets_in(self._rows_at(positions)).sum()
         self._check(micro_step)
         rows = self._rows(step, micro_step)
-        return self.cut.num_targets(self.rows, rows).double() * (self.num_micro_batches * self.cut.num_parts) / total
+        return self.cut.num_targets(self.rows, rows).double() * (self.num_micro_batches * self.cut.num_ranks) / total
 
     def _check(self, micro_step: int) -> None:
         if not 0 <= micro_step < self.grad_accum_steps:
@@ -142,12 +140,11 @@ class EvalBatches:
         rank: int | None = None,
         world_size: int | None = None,
         sequence_parallel: int = 1,
-        tiles: int = 1,
     ) -> None:
         rank, world_size = given_or_alone(rank, world_size)
         sizes = {"micro_batch_size": micro_batch_size, "max_rows": max_rows, "num_rows": rows.num_rows}
         _check_sizes(rank, world_size, **sizes)
-        self.rows, self.cut = rows, Cut.of(rank, sequence_parallel, tiles)
+        self.rows, self.cut = rows, Cut.of(rank, sequence_parallel)
         self.rank, self.world_size = rank // sequence_parallel, world_size // sequence_parallel
         self.num_rows = min(max_rows, rows.num_rows)
         self._rows = np.arange(self.num_rows, dtype=np.int64) * rows.num_rows // self.num_rows
@@ -177,42 +174,30 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of each row a rank has, and into how many tiles with a loss each that part is cut again."""
+    """Which part of each row a rank has."""
 
     part: int  # its number, from 0
     num_ranks: int  # that share each row; 1: a rank has whole rows
-    tiles: int = 1
 
     @classmethod
-    def of(cls, rank: int, sequence_parallel: int, tiles: int = 1) -> Cut:
+    def of(cls, rank: int, sequence_parallel: int) -> Cut:
         """Return the part of rank number ``rank``, where ``sequence_parallel`` neighbouring ranks share each row."""
-        return cls(rank % sequence_parallel, sequence_parallel, tiles)
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of a row with a loss each, of all ranks together."""
-        return self.num_ranks * self.tiles
+        return cls(rank % sequence_parallel, sequence_parallel)
 
     def __call__(self, whole: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return this part of tokens, targets and what else there is, [B, T] each: [B, T / num_ranks], contiguous."""
-        if self.num_parts == 1:
+        if self.num_ranks == 1:
             return whole
         tokens, targets, *others = (part_of(each, self.part, self.num_ranks).contiguous() for each in whole)
-        for tile in self._tiles(targets):
-            if not bool((tile != IGNORED).any()):
-                tile[0, 0] = 0  # [Note: The mean over what counts]
+        if not bool((targets != IGNORED).any()):
+            targets[0, 0] = 0  # [Note: The mean over what counts]
         return tokens, targets, *others
 
     def num_targets(self, rows: Rows, chosen: NDArray[np.int64]) -> Tensor:
-        """Return how many targets of this part of the ``chosen`` rows count, 0-dim; of each of N tiles, [N]."""
-        if self.num_parts == 1:
+        """Return how many targets of this part of the ``chosen`` rows count, 0-dim."""
+        if self.num_ranks == 1:
             return torch.tensor(int(rows.targets_in(chosen).sum()))
-        targets_BT = part_of(rows.read(chosen)[1], self.part, self.num_ranks)
-        found = torch.stack([(tile != IGNORED).sum() for tile in self._tiles(targets_BT)])
-        return found if self.tiles > 1 else found[0]
-
-    def _tiles(self, part_BT: Tensor) -> list[Tensor]:
-        return [part_of(part_BT, tile, self.tiles) for tile in range(self.tiles)]
+        return (part_of(rows.read(chosen)[1], self.part, self.num_ranks) != IGNORED).sum()
 
 
 def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:

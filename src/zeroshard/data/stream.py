@@ -92,8 +92,7 @@ class StreamBatches:
     """Training batches of one rank, read as they are needed; implements `zeroshard.data.Batches`.
 
     With a ``gather`` all ranks must ask for the same steps in the same order, as a training loop does, because the
-    first call for a step may be a collective. ``sequence_parallel`` neighbouring ranks share each row,
-    each rank's part in ``tiles``.
+    first call for a step may be a collective. ``sequence_parallel`` neighbouring ranks share each row.
 
     Raises:
         ValueError: a size below 1, a rank outside its world, or no rank in a process that is not alone.
@@ -111,14 +110,13 @@ class StreamBatches:
         seed: int = 0,
         gather: Gather | None = None,
         sequence_parallel: int = 1,
-        tiles: int = 1,
     ) -> None:
         rank, world_size = given_or_alone(rank, world_size)
         if min(seq_len, micro_batch_size, grad_accum_steps, world_size) < 1 or not 0 <= rank < world_size:
             raise ValueError(f"sizes must be at least 1 and rank in [0, world_size), got rank {rank} of {world_size}")
         self._text, self._seq_len, self._seed = text, seq_len, seed
         self._micro_batch_size, self._grad_accum_steps = micro_batch_size, grad_accum_steps
-        self._cut = Cut.of(rank, sequence_parallel, tiles)
+        self._cut = Cut.of(rank, sequence_parallel)
         self._rank, self._world_size = rank // sequence_parallel, world_size // sequence_parallel
         self._lanes = Lanes(text, "train", seed, rank, world_size, gather)
         self._origin = self._next = self._start()

@@ -152,8 +152,7 @@ class LanguageModel(nn.Module, ABC):
         """Share each sequence among ranks: from now on ``forward`` takes this rank's part of each row.
 
         Tokens, targets and positions are cut alike, see `SequenceParallel.cut`. The loss is the mean over the part's
-        own targets; where a rank has several parts (``tiles``), ``forward`` returns the loss of each, [N]. With a cache
-        every rank computes whole rows.
+        own targets. With a cache every rank computes whole rows.
 
         Raises:
             UserError: the ranks do not divide the heads, or the model's attention cannot be divided.
@@ -166,8 +165,6 @@ class LanguageModel(nn.Module, ABC):
         is_known = type(self).__module__.startswith("zeroshard.") or "shares_sequences" in vars(type(self))
         if not (self.shares_sequences and is_known):
             self.compare_rows(sequence)
-        if sequence.as_ranks is not None:
-            sequence.as_ranks.attach(self)
 
     def attach_sequence(self, sequence: SequenceParallel) -> None:
         """Have attention look at whole sequences: by `SequenceParallel.around`. A model that does not is refused.
@@ -346,21 +343,6 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor, kernels: Choice | No
     return cross_entropy(
         logits_BTV, targets_BT, ignore_index=IGNORED_TARGET, check_targets=False, kernels=kernels, **options
     )
-
-
-def losses_of_parts(
-    logits_BTV: Tensor,
-    targets_BT: Tensor,
-    kernels: Choice | None = None,
-    sequence: SequenceParallel | None = None,
-    **options: Any,
-) -> Tensor:
-    """Return `next_token_loss`; if this rank has N parts of ``sequence``, that of each part, [N]."""
-    num = 1 if sequence is None else sequence.num_parts // sequence.size
-    if num == 1:
-        return next_token_loss(logits_BTV, targets_BT, kernels, **options)
-    parts = zip(logits_BTV.chunk(num, 1), targets_BT.chunk(num, 1), strict=True)
-    return torch.stack([next_token_loss(*part, kernels, **options) for part in parts])
 
 
 def projected_loss(

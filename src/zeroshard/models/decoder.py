@@ -158,7 +158,7 @@ class Decoder(LanguageModel, Generic[C]):
         x = self.through_blocks(x, beside, masks, cache)
         if targets_BT is None:
             return self.lm_head(self.final_norm(x))  # [B, T, V]
-        return head_loss(self.lm_head, x, targets_BT, self.kernels, sequence, self.final_norm, **self.loss_options)
+        return head_loss(self.lm_head, x, targets_BT, self.kernels, self.final_norm, **self.loss_options)
 
     def through_blocks(
         self, x: Tensor, beside: Sequence[Tensor], masks: Sequence[Mask], cache: KVCache | None

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.kernels import Choice
-from zeroshard.models.base import losses_of_parts, projected_loss
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.base import next_token_loss, projected_loss
 
 
 class Head(nn.Linear):
@@ -52,22 +51,21 @@ def head_loss(
     hidden_BTC: Tensor,
     targets_BT: Tensor,
     kernels: Choice | None = None,
-    sequence: SequenceParallel | None = None,
     norm: nn.Module | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the mean loss of ``head``'s logits, or of each part of ``sequence`` that this rank has.
+    """Return the mean loss of ``head``'s logits.
 
     ``norm``: what is to be applied to ``hidden_BTC`` [B, T, C] before the head; None: nothing.
 
     A `Head` need not materialize all of them at once. ``head`` is another module if adapters wrap it: the logits then
     depend on more than ``head.weight``.
     """
-    if norm is not None and (sequence is not None or not isinstance(head, Head)):
+    if norm is not None and not isinstance(head, Head):
         hidden_BTC, norm = norm(hidden_BTC), None
     if isinstance(head, Head):
         return head(hidden_BTC, targets_BT, kernels, norm, **options)
-    return losses_of_parts(head(hidden_BTC), targets_BT, kernels, sequence, **options)
+    return next_token_loss(head(hidden_BTC), targets_BT, kernels, **options)
 
 
 def with_embedding_and_head(

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -132,27 +132,6 @@ def keep_random_state(blocks: Iterable[nn.Module]) -> None:
         change_forward(block, _random)
 
 
-class Replay(Protocol):
-    """Where random numbers stand that torch's checkpointing does not know."""
-
-    def run(self, forward: Callable[..., Any], *inputs: Any) -> Any:
-        """Return ``forward(*inputs)``; in backward with the random numbers of the first call."""
-        ...
-
-
-def replay_second_runs(block: nn.Module, begin: Callable[[], Replay]) -> None:
-    """Have a recomputed block run by what ``begin()`` returns, in both runs, in place; others stay as they are."""
-
-    def replayed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        assert _is_recomputed(forward)
-        inner, kept, _ = forward.args
-        return partial(_run, inner, kept, begin)
-
-    forward = block.forward.run if isinstance(block.forward, OnHost) else block.forward
-    if _is_recomputed(forward):
-        change_forward(block, replayed)
-
-
 def _random(forward: Callable[..., Any]) -> Callable[..., Any]:
     if _is_recomputed(forward):
         inner, kept, _ = forward.args
@@ -197,7 +176,7 @@ def _every_second_product() -> Any:
 def _run(
     forward: Callable[..., Tensor],
     kept: Callable[[], Any] | None,
-    random: bool | Callable[[], Replay],
+    random: bool,
     *inputs: Tensor,
     **named: Any,
 ) -> Tensor:
@@ -205,10 +184,8 @@ def _run(
         return forward(*inputs, **named)
     if named:
         forward = partial(forward, **named)
-    if not isinstance(random, bool):
-        forward = partial(random().run, forward)
     options: dict[str, Any] = {} if kept is None else {"context_fn": kept}
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random is not False, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=random, **options)
 
 
 def _recomputes_itself(forward: Callable[..., Any]) -> bool:

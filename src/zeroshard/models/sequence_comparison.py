@@ -91,7 +91,7 @@ def require_same(
         vocab_size: of the tokens.
         device: where they are.
     """
-    short = min(num_tokens, SHORT_PART * sequence.num_parts)
+    short = min(num_tokens, SHORT_PART * sequence.size)
     is_narrow = torch.is_autocast_enabled(device.type) or any(p.dtype != torch.float32 for p in model.parameters())
     wrong, num_attentions = None, 0
     with _evaluating(model), eagerly():
@@ -129,12 +129,12 @@ def _computed(
     def own(rows: Tensor) -> Tensor:
         return part_of(rows, sequence.rank, sequence.size)
 
-    length = min(num_tokens, LONGEST_ROW) // sequence.num_parts * sequence.num_parts
+    length = min(num_tokens, LONGEST_ROW) // sequence.size * sequence.size
     tokens = torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
     positions = None if length == num_tokens else _up_to(num_tokens, length, sequence.size).to(device)
-    with sequence.paused(), sequence.recording(length) as whole:
+    with sequence.paused(), sequence.recording() as whole:
         output = run(tokens, positions, wants_output)
-    with sequence.recording(length // sequence.size) as parts, _said_of_parts(model):
+    with sequence.recording() as parts, _said_of_parts(model):
         output_of_part = run(own(tokens), None if positions is None else own(positions), wants_output)
     return _Computed(parts, list(map(own, whole)), output_of_part, None if output is None else own(output))
 

@@ -37,7 +37,6 @@ from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
-from zeroshard.models.tiles_as_ranks import TilesAsRanks, in_groups
 from zeroshard.uncompiled import uncompiled
 
 LABEL = "attention/sequence"  # of the all-to-alls, in records and plans
@@ -49,15 +48,12 @@ class SequenceParallel:
     Args:
         comm: these ranks, in the order of their parts of a sequence; for nothing else.
         world: all ranks, over which an engine averages gradients; None: ``comm``.
-        tiles: parts that each rank computes as so many ranks would: `zeroshard.models.tiles_as_ranks`. None: one, whose
-            bits may differ from those of a tile.
         longest: tokens of the longest row, at which the first forward of a model compares ranks with one rank
             (`zeroshard.models.sequence_comparison`). None: each row that is longer than those before is compared.
 
     Attributes:
         rank: which part of each sequence this rank has, from 0.
         size: N, among how many ranks a sequence is cut.
-        as_ranks: the tiles of this rank, or None.
         longest: as above.
         num_compared: how often rows were compared.
     """
@@ -67,19 +63,17 @@ class SequenceParallel:
         comm: Communicator,
         world: Communicator | None = None,
         *,
-        tiles: int | None = None,
         longest: int | None = None,
     ) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.world_size
         self.world = comm if world is None else world
-        self.as_ranks = None if tiles is None else TilesAsRanks(tiles)
         self.longest, self.num_compared = longest, 0
         self.is_paused = self._has_same_rows = False
         self._around = uncompiled(self._exchanging)
         self._recorded: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, world: Communicator, size: int, *, tiles: int | None = None, longest: int | None = None) -> Self:
+    def of(cls, world: Communicator, size: int, *, longest: int | None = None) -> Self:
         """Share sequences among ``size`` neighbouring ranks of ``world`` each; others as above. Collective.
 
         Raises:
@@ -89,16 +83,11 @@ class SequenceParallel:
         rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
         # anew, so that they are not behind the engine's collectives, even of one group
-        return cls(split(world, groups, anew=True), world, tiles=tiles, longest=longest)
+        return cls(split(world, groups, anew=True), world, longest=longest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """A copy of a model is on the same ranks."""
         return self
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts a sequence is cut, over ranks and their tiles."""
-        return self.size if self.as_ranks is None else self.size * self.as_ranks.num
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
@@ -153,25 +142,19 @@ class SequenceParallel:
     @contextmanager
     def paused(self) -> Generator[None]:
         """In this block each rank computes whole sequences by itself: to generate text, for one."""
-        before = self.is_paused
-        self._pause(True)
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._pause(before)
-
-    def _pause(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
-        if self.as_ranks is not None:
-            self.as_ranks.is_paused = is_paused
+            self.is_paused = before
 
     def require_heads(self, num_heads: int) -> None:
         """Raise UserError if the ranks cannot divide ``num_heads`` query heads."""
-        rules.check_heads("sequence_parallel" if self.num_parts == self.size else "tiles", self.num_parts, num_heads)
+        rules.check_heads("sequence_parallel", self.size, num_heads)
 
     def copies(self, num_kv_heads: int) -> int:
         """How often each key and value head is copied: [Note: Grouped queries over ranks]."""
-        return self.num_parts // math.gcd(num_kv_heads, self.num_parts)
+        return self.size // math.gcd(num_kv_heads, self.size)
 
     def around(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return ``attention`` of whole sequences, for this rank's tokens. Collective, as its backward is.
@@ -202,8 +185,7 @@ class SequenceParallel:
             q, k, v = (each.to(dtype) for each in (q, k, v))
         if self.size > 1:
             q, k, v = _Exchange.apply(self, True, q, k, v)
-        tiles = self.as_ranks
-        y = attention(q, k, v) if tiles is None or tiles.num == 1 else in_groups(attention, tiles, q, k, v)
+        y = attention(q, k, v)
         if self.size == 1:
             return y
         return _Exchange.apply(self, False, y.transpose(1, 2))[0].transpose(1, 2)
@@ -263,19 +245,13 @@ class SequenceParallel:
             self._recorded.append(_summary(q, k, v, y.transpose(1, 2)))
 
     @contextmanager
-    def recording(self, num_tokens: int) -> Generator[list[Tensor]]:
-        """In this block each attention appends what it was given and has returned; of parts of ``num_tokens``."""
-        found: list[Tensor] = []
-        tiles, self._recorded = self.as_ranks, found
-        before = 0 if tiles is None else tiles.num_tokens
-        if tiles is not None:
-            tiles.num_tokens = num_tokens
+    def recording(self) -> Generator[list[Tensor]]:
+        """In this block each attention appends what it was given and has returned."""
+        self._recorded = found = []
         try:
             yield found
         finally:
             self._recorded = None
-            if tiles is not None:
-                tiles.num_tokens = before
 
 
 class _Exchange(torch.autograd.Function):

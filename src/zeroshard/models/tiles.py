@@ -17,7 +17,7 @@ Shape legend: B batch, T sequence, C width, F width of a feed-forward layer's mi
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -87,9 +87,9 @@ def alike_tiles(log: Log) -> Generator[None]:
         _log.reset(token)
 
 
-def _turns(num_tokens: int, num: int, as_ranks: AsRanks | None) -> Generator[tuple[int, int]]:
-    """Yield `bounds`, in `alike_tiles` only those of tiles that no other one is taken for; ``as_ranks`` keeps all."""
-    tiles, log, place = bounds(num_tokens, num), _log.get() if as_ranks is None else None, 0
+def _turns(num_tokens: int, num: int) -> Generator[tuple[int, int]]:
+    """Yield `bounds`, in `alike_tiles` only those of tiles that no other one is taken for."""
+    tiles, log, place = bounds(num_tokens, num), _log.get(), 0
     while place < len(tiles):
         since = 0 if log is None else log.here()
         yield tiles[place]
@@ -114,7 +114,6 @@ def tiled(
     num: int,
     *inputs: Tensor,
     random: bool = False,
-    as_ranks: AsRanks | None = None,
 ) -> Tensor:
     """Return ``function(*inputs)``, computed for one tile of tokens after another.
 
@@ -124,7 +123,6 @@ def tiled(
         num: tiles, at most T.
         inputs: tensors [B, T, ...].
         random: whether it draws random numbers, so that backward must draw the same.
-        as_ranks: takes the gradients of each tile; None: they are added up.
 
     Raises:
         ValueError: there are no tiles, or an input has no dimensions for tokens and their numbers.
@@ -135,18 +133,17 @@ def tiled(
         raise ValueError(f"tiled: {num} tiles of {shapes}; give 1 tile or more, of tensors [B, T, ...]")
     trained = [param for param in params if param.requires_grad]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in (*inputs, *trained)):
-        return _by_tile(function, num, inputs, as_ranks)
+        return _by_tile(function, num, inputs)
     kept = _Kept.apply(torch.empty(0, requires_grad=True), *inputs)
-    tiling = _Tiling(function, num, kept.grad_fn, random, inputs[0].device, as_ranks)
+    tiling = _Tiling(function, num, kept.grad_fn, random, inputs[0].device)
     return _Tiles.apply(tiling, len(inputs), kept, *inputs, *trained)
 
 
-def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor], as_ranks: AsRanks | None) -> Tensor:
+def _by_tile(function: Callable[..., Tensor], num: int, inputs: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
-    for tile, (start, end) in enumerate(_turns(inputs[0].shape[1], num, as_ranks)):
-        with nullcontext() if as_ranks is None else as_ranks.inside(tile):
-            # without gaps: a whole input has none either, and Conv1D of GPT-2 in `transformers` takes a view of it
-            part = function(*(each[:, start:end].detach().contiguous() for each in inputs))
+    for start, end in _turns(inputs[0].shape[1], num):
+        # without gaps: a whole input has none either, and Conv1D of GPT-2 in `transformers` takes a view of it
+        part = function(*(each[:, start:end].detach().contiguous() for each in inputs))
         if out is None:
             out = part.new_empty(part.shape[0], inputs[0].shape[1], *part.shape[2:])
         out[:, start:end] = part
@@ -164,9 +161,8 @@ class _Tiling:
         kept: Any,
         random: bool,
         device: torch.device,
-        as_ranks: AsRanks | None,
     ) -> None:
-        self.function, self.num, self.kept, self.device, self.as_ranks = function, num, kept, device, as_ranks
+        self.function, self.num, self.kept, self.device = function, num, kept, device
         kind = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
         self._autocast: dict[str, Any] = {
             "device_type": kind,
@@ -175,9 +171,8 @@ class _Tiling:
             # A copy of weights that was cast without a graph must not be found by what needs one.
             "cache_enabled": False,
         }
-        self._replay = None if as_ranks is None else as_ranks.replay()
         self._random_states: list[Tensor] = []
-        if random and as_ranks is None:
+        if random:
             self._random_states = [torch.get_rng_state()]
             if device.type == "cuda":
                 self._random_states.append(torch.cuda.get_rng_state(device))
@@ -190,8 +185,7 @@ class _Tiling:
     def same_random_numbers(self) -> Generator[None]:
         """Draw in this block what forward has drawn."""
         if not self._random_states:
-            with nullcontext() if self._replay is None else self._replay.again():
-                yield
+            yield
             return
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
@@ -223,7 +217,7 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx: Any, tiling: _Tiling, num_inputs: int, kept: Tensor, *tensors: Tensor) -> Tensor:
         ctx.tiling, ctx.trained, ctx.device = tiling, tensors[num_inputs:], kept.device
         with tiling.autocast():
-            return _by_tile(tiling.function, tiling.num, tensors[:num_inputs], tiling.as_ranks)
+            return _by_tile(tiling.function, tiling.num, tensors[:num_inputs])
 
     @staticmethod
     @once_differentiable
@@ -236,34 +230,25 @@ class _Tiles(torch.autograd.Function):
             torch.empty_like(each) if needs else None for each, needs in zip(inputs, wanted, strict=False)
         ]
         sums: list[Tensor | None] = [None] * len(trained)
-        apart: list[list[Tensor | None]] = []
         with tiling.same_random_numbers():
-            for tile, (start, end) in enumerate(_turns(inputs[0].shape[1], tiling.num, tiling.as_ranks)):
+            for start, end in _turns(inputs[0].shape[1], tiling.num):
                 parts = [
                     each[:, start:end].detach().contiguous().requires_grad_(needs)
                     for each, needs in zip(inputs, wanted, strict=False)
                 ]
-                one_rank = nullcontext() if tiling.as_ranks is None else tiling.as_ranks.inside(tile)
-                with torch.enable_grad(), tiling.autocast(), one_rank:
+                with torch.enable_grad(), tiling.autocast():
                     # views, since hooks on modules' inputs (of FlopCounterMode, for one) take no leaves here
                     out = tiling.function(*(part.view_as(part) for part in parts))
                 leaves = [*(part for part in parts if part.requires_grad), *trained]
                 if start == 0:
                     _require_given(out, leaves)
-                grad_of_out = grads[0][:, start:end] if tiling.as_ranks is None else grads[0][:, start:end].contiguous()
-                found = iter(torch.autograd.grad(out, leaves, grad_of_out, allow_unused=True))
+                found = iter(torch.autograd.grad(out, leaves, grads[0][:, start:end], allow_unused=True))
                 del out
                 for whole in grads_of_inputs:
                     if whole is not None:
                         grad = next(found)
                         whole[:, start:end] = 0.0 if grad is None else grad
-                if tiling.as_ranks is None:
-                    sums = [added(total, grad) for total, grad in zip(sums, found, strict=True)]
-                else:
-                    apart.append(list(found))
-        if tiling.as_ranks is not None:
-            of_each = zip(trained, zip(*apart, strict=True), strict=True)
-            sums = [tiling.as_ranks.grad_of(param, of_tiles) for param, of_tiles in of_each]
+                sums = [_added(total, grad) for total, grad in zip(sums, found, strict=True)]
         of_params = (
             None if total is None else total.to(param.dtype) for total, param in zip(sums, trained, strict=True)
         )
@@ -285,44 +270,13 @@ def _require_given(out: Tensor, leaves: Sequence[Tensor]) -> None:
             raise RuntimeError(f"tiled: {what}; name it among params")
 
 
-def added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     """Return the sum of a parameter's gradients by tiles so far and the next one: at least in fp32, in place."""
     if grad is None:
         return total
     if total is None:  # a copy: autograd may hand out one tensor as the gradient of two parameters
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)
-
-
-class Replay(Protocol):
-    """Where random numbers of tiles stood."""
-
-    def again(self) -> AbstractContextManager[None]:
-        """Draw in this block from there."""
-        ...
-
-
-class AsRanks(Protocol):
-    """Tiles of which each is computed as a rank of its own: `zeroshard.models.tiles_as_ranks.TilesAsRanks`."""
-
-    num: int
-
-    @property
-    def is_off(self) -> bool:
-        """Whether tiles are those of one rank now."""
-        ...
-
-    def inside(self, tile: int) -> AbstractContextManager[None]:
-        """In this block modules are given one tile, and draw its random numbers."""
-        ...
-
-    def replay(self) -> Replay:
-        """Return where the tiles' random numbers stand, to be drawn again."""
-        ...
-
-    def grad_of(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Take the gradients of each tile; return what autograd adds to the parameter's."""
-        ...
 
 
 class Tiler:
@@ -332,12 +286,7 @@ class Tiler:
         how: none, auto, or a number of tiles.
         middle: numbers of a token that exist inside, as for `num_tiles`.
         random: whether it draws random numbers in training.
-
-    Attributes:
-        as_ranks: the tiles, if each is computed as a rank of its own.
     """
-
-    as_ranks: AsRanks | None = None
 
     def __init__(self, how: str, *, middle: int, random: bool = False) -> None:
         self.how, self.middle, self.random = how, middle, random
@@ -349,11 +298,7 @@ class Tiler:
         rows, num_tokens = inputs[0].shape[:2]
         num = num_tiles(self.how, num_tokens, inputs[0].numel() // (rows * num_tokens), self.middle)
         params = [param for module in modules for param in module.parameters()]
-        as_ranks = None if self.as_ranks is None or self.as_ranks.is_off else self.as_ranks
-        if as_ranks is not None:
-            num = as_ranks.num
-        random = self.random and modules[0].training
-        return tiled(function, params, num, *inputs, random=random, as_ranks=as_ranks)
+        return tiled(function, params, num, *inputs, random=self.random and modules[0].training)
 
 
 def tile_mlps(module: nn.Module, how: str) -> list[str]:

@@ -114,7 +114,7 @@ def _shorter_sequences(planner: Planner, stage: int | ShardingStrategy) -> Plann
         there = planner.on(workload=planner.workload.changed(seq_len=length))
         return there if _fits(there, stage, _smallest(planner)) else None
 
-    seq_len, share = planner.workload.seq_len, planner.workload.num_parts
+    seq_len, share = planner.workload.seq_len, planner.workload.sequence_parallel
     lengths = [seq_len >> times for times in range(1, seq_len.bit_length()) if (seq_len >> times) % share == 0]
     if not lengths or at(lengths[-1]) is None:  # checked first, to save the traces of longer ones
         return None

@@ -58,7 +58,7 @@ def levers(planner: Planner) -> Iterator[Lever]:
         planner = _with(planner, activation_checkpointing="offload")
         what = "inputs of blocks on the host"
         yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", planner)
-    if tiles == "none" and planner.software.impl != "compile":
+    if tiles == "none" and planner.software.impl != "compile" and not planner.reproducible:
         planner = _with(planner, tiles="auto")
         yield Lever("feed-forward layers by tiles", "--tiles auto", "the feed-forward layer's middle", planner)
     size = gcd(planner.cluster.world_size, model.config.n_head)

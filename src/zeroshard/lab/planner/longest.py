@@ -91,7 +91,7 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
 
 
 def _longest(planner: Planner, flags: tuple[str, ...], stage: int, micro_batch: int) -> Longest:
-    share = planner.workload.num_parts
+    share = planner.workload.sequence_parallel
     rows: dict[int, Row | None] = {}
 
     def row(tokens: int) -> Row | None:

@@ -95,7 +95,7 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if share > 1:
         yield "sequence_parallel", share
     groups = plan.cluster.world_size // share
-    num_micro = row.num_micro * groups // config.reproducible if config.reproducible else row.num_micro
+    num_micro = row.num_micro * groups // (config.reproducible or groups)
     if num_micro > 1:
         yield "grad_accum_steps", num_micro
     yield "dtype", plan.dtype

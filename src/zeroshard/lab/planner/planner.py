@@ -55,7 +55,7 @@ class Planner:
         headroom: share of memory that must stay free.
         software: the kernels that compute.
         node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
-        reproducible: as `zeroshard.Zero` takes it, of parts of rows where ranks share them; 0: None.
+        reproducible: as `zeroshard.Zero` takes it; 0: None.
         offload: which state leaves the device; None: none does. At stages that keep weights unsharded these stay. If
             its fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
         host_memory_bytes: of a node; None: not known.
@@ -82,8 +82,7 @@ class Planner:
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
-        parts = self.cluster.world_size * (self.workload.tiles or 1)  # of rows at a time
-        least = self.reproducible // parts if self.reproducible else 1  # fewest; others are multiples
+        least = self.reproducible // self.cluster.world_size if self.reproducible else 1  # fewest; others are multiples
         if not self.global_batch:
             return least
         at_once = micro_batch * (self.cluster.world_size // self.workload.sequence_parallel)
@@ -339,7 +338,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.headroom,
         asked.software_of(workload.model),
         asked.node_copy or 0,
-        (asked.reproducible or 0) * asked.sequence_parallel * (asked.tiles or 1),
+        asked.reproducible or 0,
         asked.offload,
         asked.host_memory_bytes,
     )

@@ -174,12 +174,6 @@ class Request:
         return self.calibration.device.host_memory_bytes or None
 
     @property
-    def tiles(self) -> int | None:
-        """Parts of a row that a GPU computes as so many GPUs would: `zeroshard.models.SequenceParallel`."""
-        how = str(self.overrides.get("tiles", "none"))
-        return None if self.reproducible is None else 1 if how in ("none", "auto") else int(how)
-
-    @property
     def who_computes(self) -> Choice:
         """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
@@ -241,10 +235,9 @@ class Request:
                 raise UserError("inputs", what, todo)
         if self.matmul == "fp8":
             self._multiply_in_8_bits(built)
-        if share * (self.tiles or 1) > 1:
-            rules.check_even_parts("tiles", self.tiles or 1)
-            _require_shared(built, share, self.tiles or 1, seq_len)
-        how = {"ours": ours, "autocast": autocast, "sequence_parallel": share, "tiles": self.tiles}
+        if share > 1:
+            _require_shared(built, share, seq_len)
+        how = {"ours": ours, "autocast": autocast, "sequence_parallel": share}
         return Workload(built, name, units, inputs, seq_len, precision, optimizer, kernels, **how)
 
     def cluster(self, found: Calibration) -> Cluster:
@@ -295,8 +288,10 @@ class Request:
         """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""
         if self.reproducible is None:
             return
-        rules.check_reproducible("reproducible", self.reproducible, self.world_size // self.sequence_parallel)
-        rules.check_even_parts("sequence_parallel", self.sequence_parallel)
+        rules.check_reproducible("reproducible", self.reproducible, self.world_size)
+        tiles = self.overrides.get("tiles", "none") != "none"
+        parts = {"tiles": tiles, "sequence_parallel": self.sequence_parallel > 1}
+        rules.check_uncut("reproducible", self.reproducible, **parts)
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
         beside = {"local_steps": False, "shard_size": None, "accumulate": self.accumulate}
         rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
@@ -314,14 +309,13 @@ def _require_count(name: str, value: int, least: int) -> None:
         raise UserError(name, f"{value!r} is not a whole number of at least {least}", f"give {least} or more")
 
 
-def _require_shared(model: nn.Module, sequence_parallel: int, tiles: int, seq_len: int) -> None:
-    """Raise UserError if so many ranks, each with ``tiles`` parts, cannot share the sequences of ``model``."""
+def _require_shared(model: nn.Module, sequence_parallel: int, seq_len: int) -> None:
+    """Raise UserError if so many ranks cannot share the sequences of ``model``."""
     if not isinstance(model, LanguageModel):
         what = f"{sequence_parallel} GPUs share sequences, and a {type(model).__name__} is no language model of ours"
         raise UserError("sequence_parallel", what, "leave it out")
-    named = "sequence_parallel" if tiles == 1 else "tiles"
-    rules.check_heads(named, sequence_parallel * tiles, model.config.n_head)
-    rules.check_cut("seq_len", seq_len, sequence_parallel * tiles)
+    rules.check_heads("sequence_parallel", sequence_parallel, model.config.n_head)
+    rules.check_cut("seq_len", seq_len, sequence_parallel)
 
 
 _INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module

@@ -134,7 +134,6 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
         num_replicas=settings.num_replicas,
         flows=None if job.model.lora is None else flows_of(buffers),
         reproducible=job.reproducible,
-        tiles=job.tiles or 1,
         offload=job.offload,
     )
     parts = file_parts(
@@ -250,9 +249,7 @@ def _calibration(job: Job) -> Calibration:
 def _trace(job: Job, settings: Settings) -> Trace:
     device_type = job.compiled if job.compiled and job.device_type == "cuda" else job.device_type
     how: dict[str, Any] = {"device_type": device_type, "sequence_parallel": job.sequence_parallel}
-    return trace_language_model(
-        job.model, job.micro_batch_size, job.seq_len, settings.precision, tiles=job.tiles, **how
-    )
+    return trace_language_model(job.model, job.micro_batch_size, job.seq_len, settings.precision, **how)
 
 
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:

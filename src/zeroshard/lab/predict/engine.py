@@ -314,17 +314,15 @@ class _Engine:
         self._runtime.sync = sync
         turn = next((i for i, event in enumerate(events) if event.name in _IN_BACKWARD), len(events))
         told = [self._hear(event) for event in events[:turn]]
-        while turn < len(events):  # several backwards, if each tile of a sequence is computed as a rank
-            over = next(place for place in range(turn, len(events)) if events[place].name == "backward_over")
+        *in_pass, over = events[turn:]
+        assert over.name == "backward_over"
 
-            def backward(in_pass: Sequence[Event] = events[turn:over]) -> None:
-                told.extend(map(self._hear, in_pass))
+        def backward() -> None:
+            told.extend(map(self._hear, in_pass))
 
-            # [Note: Inside autograd]
-            _Backward.apply(torch.zeros((), requires_grad=True), backward).backward()
-            told.append(self._take())
-            turn = over + 1
-        return told
+        # [Note: Inside autograd]
+        _Backward.apply(torch.zeros((), requires_grad=True), backward).backward()
+        return [*told, self._take()]
 
     def _hear(self, event: Event) -> list[EngineAction | tuple[int, int]]:
         runtime = self._runtime

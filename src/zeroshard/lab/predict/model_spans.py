@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from zeroshard.lab.predict.work import Work
@@ -95,12 +94,10 @@ def repeat_blocks(
     assert few - before - after >= 2 * (period + edge)
     assert extra >= 0
     assert extra % period == 0
-    first, *further = _passes(trace.spans)
-    forward, backward, head = _by_unit(first)
-    given = [_by_unit_given(spans) for spans in further]
+    forward, backward, head = _by_unit(trace.spans)
     middle = range(before + edge, before + edge + period)
     for unit in middle:
-        for spans in (forward, backward, *given):
+        for spans in (forward, backward):
             if _moved(spans.get(unit, ()), period) != spans.get(unit + period, []):  # no gradient may reach blocks
                 return None
     # The repeated blocks are inserted after the middle ones, so the units that came after these move up.
@@ -110,10 +107,8 @@ def repeat_blocks(
     spans = list(head)
     for place, unit in enumerate(old):
         spans += _moved(forward[unit], place - unit)
-    for by_unit in (backward, *given):
-        spans += by_unit.get(ROOT, [])
-        for place in reversed(range(num_units)):
-            spans += _moved(by_unit.get(old[place], ()), place - old[place])
+    for place in reversed(range(num_units)):
+        spans += _moved(backward.get(old[place], ()), place - old[place])
     prefix = trace.units[before].rpartition(".")[0]
     blocks = (f"{prefix}.{index}" if prefix else str(index) for index in range(num_blocks))
     names = (*trace.units[:before], *blocks, *trace.units[few - after :])
@@ -121,22 +116,6 @@ def repeat_blocks(
     more = sum(span.temporary for span in spans) - sum(span.temporary for span in trace.spans)
     spans[-1] = replace(spans[-1], temporary=spans[-1].temporary - more)
     return replace(trace, units=names, spans=tuple(spans))
-
-
-def _passes(spans: Sequence[Span]) -> list[Sequence[Span]]:
-    """Forward and backward, and then each backward of gradients alone that tiles have which are computed as ranks."""
-    ends = [place + 1 for place, span in enumerate(spans) if span.event.name == "backward_over"] or [len(spans)]
-    return [spans[begin:end] for begin, end in pairwise([0, *ends])]
-
-
-def _by_unit_given(spans: Sequence[Span]) -> dict[int, list[Span]]:
-    """The spans of a backward of gradients alone by unit, each with the root's that follow it."""
-    found: dict[int, list[Span]] = {}
-    unit = ROOT
-    for span in spans:
-        unit = span.event.unit if span.event.unit != ROOT else unit
-        found.setdefault(unit, []).append(span)
-    return found
 
 
 def _by_unit(spans: Sequence[Span]) -> tuple[dict[int, list[Span]], dict[int, list[Span]], list[Span]]:

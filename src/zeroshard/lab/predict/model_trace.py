@@ -77,7 +77,6 @@ def trace_language_model(
     autocast: torch.dtype | None = None,
     blocks_alone: bool = False,
     sequence_parallel: int = 1,
-    tiles: int | None = None,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
@@ -92,12 +91,11 @@ def trace_language_model(
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
         sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
-        tiles: as `zeroshard.models.SequenceParallel` takes it: parts that a rank computes as so many ranks.
     """
     units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len // sequence_parallel)
-        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast, "tiles": tiles}
+        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast}
         return trace_model(model, micro_batch, units, inputs, precision, sequence_parallel=sequence_parallel, **how)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
@@ -107,7 +105,7 @@ def trace_language_model(
     precision = MixedPrecision(**{name: getattr(precision, name) for name in computed})
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id, model.matmul)
-    batch = micro_batch, seq_len, sequence_parallel, tiles
+    batch = micro_batch, seq_len, sequence_parallel
     of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
     num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
     period, edge = _period(recomputed), 1
@@ -147,7 +145,6 @@ def _traced(
     micro_batch: int,
     seq_len: int,
     sequence_parallel: int,
-    tiles: int | None,
     precision: MixedPrecision,
     device_type: str,
     autocast: torch.dtype | None,
@@ -161,7 +158,7 @@ def _traced(
     inputs = tokens_and_targets(seq_len // sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
-    how = device_type, autocast, sequence_parallel, tiles
+    how = device_type, autocast, sequence_parallel
     return _trace(without_values, model, micro_batch, units, inputs, precision, *how)
 
 
@@ -185,7 +182,6 @@ def trace_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
     sequence_parallel: int = 1,
-    tiles: int | None = None,
 ) -> Trace:
     """Trace any module; its outputs that take gradients are summed to a loss.
 
@@ -196,13 +192,12 @@ def trace_model(
         inputs: makes the model's arguments.
         precision: the dtype policy.
         device_type, autocast: as for `trace_language_model`.
-        sequence_parallel, tiles: ranks that share each row of a `LanguageModel`, and parts that each computes as so
-            many; ``inputs`` makes a rank's part.
+        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
-    how = device_type, autocast, sequence_parallel, tiles
+    how = device_type, autocast, sequence_parallel
     return _trace(_fakes(), model, micro_batch, units, inputs, precision, *how)
 
 
@@ -231,7 +226,6 @@ def _trace(
     device_type: str,
     autocast: torch.dtype | None,
     sequence_parallel: int,
-    tiles: int | None,
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
@@ -243,11 +237,9 @@ def _trace(
         log = _Log([root, *specs], device_type)
         if isinstance(fake, LanguageModel) and fake.matmul == "fp8":
             log.in_8_bits = {tuple(layer.weight.shape) for layer in fake.layers_in_8_bits}
-        run_backward: Callable[[Tensor], None] = Tensor.backward
-        if sequence_parallel * (tiles or 1) > 1:
+        if sequence_parallel > 1:
             assert isinstance(fake, LanguageModel)
-            fake.share_sequences(sequence := SequenceParallel(_Sharing(sequence_parallel, log), tiles=tiles))
-            run_backward = Tensor.backward if sequence.as_ranks is None else sequence.as_ranks.backward
+            fake.share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
@@ -271,7 +263,7 @@ def _trace(
             del output
             if not isinstance(loss, Tensor):
                 raise UserError("model", "no output of it takes gradients", "give a model that returns its loss")
-            run_backward(loss)
+            loss.backward()
             del loss
         log.close()
     tokens = arguments[0].shape[0] if arguments[0].is_floating_point() else arguments[0].numel()

@@ -27,7 +27,7 @@ from zeroshard.lab.predict.actions import Issue, Message, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.memory import OptimizerState
-from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
+from zeroshard.lab.predict.model_spans import Event, Span, Trace
 from zeroshard.lab.predict.step import step_of
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
@@ -43,7 +43,6 @@ def collectives(
     precision: MixedPrecision | None = None,
     *,
     flows: Sequence[bool] | None = None,
-    tiles: int = 1,
     **settings: Any,
 ) -> Step:
     """A step, any but the first, in which nothing is computed: its collectives are those of a model's.
@@ -56,16 +55,10 @@ def collectives(
         strategy: the row of the stage table.
         precision: the dtype policy.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
-        tiles: parts that each rank computes as so many ranks: each but the first has a backward of its gradients alone.
         settings: the other fields of `Settings`.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
     events = list(_events([True] * len(units) if flows is None else flows))
-    if tiles > 1:
-        first = next(buffer for buffer in buffers if buffer.trained)
-        place = ROOT if first.unit == "root" else units.index(first.unit)
-        param = first.layout.slots[0].name.removeprefix(f"{first.unit}.")
-        events += [Event("grad", place, param=param), Event("backward_over")] * (tiles - 1)
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)
     chosen = Settings(strategy, precision or MixedPrecision(), **settings)
     return step_of(trace, buffers, OptimizerState(0), chosen)

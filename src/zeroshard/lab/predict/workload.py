@@ -41,7 +41,6 @@ class Workload:
         inputs: makes the arguments of a micro-batch.
         seq_len: tokens of a row; 1 if the model is no language model.
         sequence_parallel: ranks that share each row, a rank with a part of its tokens; 1: a rank has whole rows.
-        tiles: parts of a rank's rows that it computes as so many ranks; None: it has one, computed at once.
         precision: the dtype policy.
         optimizer: a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`.
         kernels: the choice of kernels, as our models take it.
@@ -61,7 +60,6 @@ class Workload:
     ours: bool = False
     autocast: torch.dtype | None = None
     sequence_parallel: int = 1
-    tiles: int | None = None
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
 
@@ -86,11 +84,6 @@ class Workload:
     def tokens_of_rank(self) -> int:
         """Tokens of a row that a rank has."""
         return self.seq_len // self.sequence_parallel
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts of tokens a row is cut, over ranks and over the tiles that each computes as ranks."""
-        return self.sequence_parallel * (self.tiles or 1)
 
     @property
     def vocab_size(self) -> int:
@@ -150,7 +143,7 @@ class Workload:
         if key not in self._traces:
             model, precision = self.model, self.precision
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
-            how |= {"sequence_parallel": self.sequence_parallel, "tiles": self.tiles}
+            how["sequence_parallel"] = self.sequence_parallel
             if isinstance(model, LanguageModel) and self.ours:
                 how["blocks_alone"] = self.units != model.units
                 self._traces[key] = trace_language_model(model, micro_batch, self.seq_len, precision, **how)

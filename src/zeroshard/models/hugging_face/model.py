@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.models.base import LanguageModel, Part, flops_per_token, losses_of_parts, materialize
+from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss
 from zeroshard.models.cache import KVCache
 from zeroshard.models.document_masks import positions
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
@@ -166,11 +166,11 @@ class HuggingFaceModel(LanguageModel):
                 return hf(**given, labels=targets_BT, shift_labels=targets_BT).loss
             elif self._head is None:
                 logits_BTV = hf(**given).logits
-                return losses_of_parts(logits_BTV, targets_BT, self.kernels, sequence, **self.loss_options)
+                return next_token_loss(logits_BTV, targets_BT, self.kernels, **self.loss_options)
             else:
                 hidden_BTC = hf.base_model(**given)[0]
                 head = self.hf.get_submodule(self._head)
-                return head_loss(head, hidden_BTC, targets_BT, self.kernels, sequence, None, **self.loss_options)
+                return head_loss(head, hidden_BTC, targets_BT, self.kernels, None, **self.loss_options)
         if isinstance(cache, HuggingFaceCache):
             cache.inner = output[_name_of_cache(type(hf))]
             cache.num_seen += tokens_BT.shape[1]

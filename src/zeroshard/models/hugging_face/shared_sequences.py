@@ -97,8 +97,6 @@ def share_sequences(model: nn.Module, sequence: SequenceParallel) -> None:
         what = f"sequences of a {type(model).__name__} cannot be shared here"
         raise TypeError(f"{what}: it is no model of transformers; call sequence.around in its attention")
     share(inner, sequence)
-    if sequence.as_ranks is not None:
-        sequence.as_ranks.attach(inner)
 
 
 def share(hf: nn.Module, sequence: SequenceParallel) -> None:

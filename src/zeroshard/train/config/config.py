@@ -244,25 +244,9 @@ class TrainConfig(Config):
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
     @property
-    def tiles_as_ranks(self) -> int:
-        """Into how many tiles of tokens and of heads each rank cuts its part of a sequence, each computed as a rank."""
-        how = self.tiles
-        return int(how) if self.reproducible and how not in ("none", "auto") else 1
-
-    @property
-    def parts_of_rank(self) -> int | None:
-        """``tiles`` of `zeroshard.models.SequenceParallel`: those that are ranks, or one whose bits are a rank's."""
-        return self.tiles_as_ranks if self.reproducible and self.compile != "on" else None
-
-    @property
     def compiled_parts_keep_all(self) -> bool:
         """Whether ``compile`` would keep what activation checkpointing is to drop, as attention is not compiled."""
         return self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective")
-
-    @property
-    def num_exact_terms(self) -> int:
-        """With ``reproducible``, how many gradients of a parameter a step adds up, or a fraction of them; else 0."""
-        return self.reproducible * self.sequence_parallel * self.tiles_as_ranks
 
     @model_validator(mode="after")
     def _machines_know_where(self) -> Self:
@@ -347,15 +331,13 @@ class TrainConfig(Config):
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
-        if self.tiles_as_ranks > 1:
-            rules.check_even_parts("tiles", self.tiles_as_ranks)
-            rules.check_cut("seq_len", self.seq_len, self.sequence_parallel * self.tiles_as_ranks)
         if self.local_steps.on:
             rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
         if self.reproducible:
-            rules.check_even_parts("sequence_parallel", self.sequence_parallel)
             rules.check_reproducible("reproducible", self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
+            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.sequence_parallel > 1}
+            rules.check_uncut("reproducible", self.reproducible, **parts)
             beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
             rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.local_steps.on)):

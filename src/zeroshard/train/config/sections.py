@@ -39,10 +39,7 @@ def _as_text(raw: Any) -> Any:
 
 
 Tiles = Annotated[str, BeforeValidator(_as_text)]  # none, auto or a number
-TILES = (
-    "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many. With "
-    "reproducible, that many tiles compute the bits of as many ranks with sequence_parallel."
-)
+TILES = "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many."
 
 
 class Config(BaseModel):

@@ -16,7 +16,6 @@ from torch import Tensor
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.data import Batches
 from zeroshard.data.base import EvalBatch
-from zeroshard.models.tiles_as_ranks import TilesAsRanks
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
 from zeroshard.stopwatch import Stopwatch
@@ -102,7 +101,6 @@ class Run:
     contract: Contract | None = None  # the run's plan
     about: Mapping[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
     local_steps: OuterSteps | None = None  # if they take local steps
-    tiles: TilesAsRanks | None = None  # if each is computed as a rank of its own
 
     @property
     def together(self) -> Communicator:

@@ -128,20 +128,14 @@ def _speed(run: Run, step_s: float) -> dict[str, Any]:
 
 
 def backward(run: Run, step: int) -> Tensor:
-    """Forward and backward over this rank's micro-batches; returns their (weighted) losses in fp64.
-
-    These are ``[num_micro]``, or ``[num_micro * N]`` with N tiles that are computed as ranks.
-    """
-    num_micro, comm, tiles = run.schedule.grad_accum_steps, run.strategy.comm, run.tiles
-    num_losses = 1 if tiles is None else tiles.num
+    """Forward and backward over this rank's micro-batches; returns their (weighted) losses [num_micro] in fp64."""
+    num_micro, comm = run.schedule.grad_accum_steps, run.strategy.comm
     # The losses stay on the device: reading them would make the host wait.
-    losses = torch.zeros(num_micro, num_losses, dtype=torch.float64, device=run.device)
+    losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)
     span = run.clock.span
     for micro_step in range(num_micro):
-        if run.schedule.reproducible:  # each part of a row has its seed, whoever computes it
-            first = (micro_step * comm.world_size + comm.rank) * num_losses
-            seeds = [step_seed(run.schedule.seed, step, part) for part in range(first, first + num_losses)]
-            torch.manual_seed(*seeds) if tiles is None else tiles.seed(seeds, run.device)
+        if run.schedule.reproducible:  # each micro-batch has its seed, whoever computes it
+            torch.manual_seed(step_seed(run.schedule.seed, step, micro_step * comm.world_size + comm.rank))
         with span("data"):
             tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.corpus.batches(step, micro_step))
         with run.strategy.micro_batch(last=micro_step == num_micro - 1):
@@ -150,13 +144,13 @@ def backward(run: Run, step: int) -> Tensor:
                 if run.corpus.loss_weight is not None:
                     loss = loss * run.corpus.loss_weight(step, micro_step).to(loss)
             with span("backward"):
-                loss_share = loss.sum() / (num_micro * num_losses)
+                loss_share = loss / num_micro
                 if run.scaler:
                     loss_share = run.scaler.scale_loss(loss_share / run.scaler.divided_by)
-                loss_share.backward() if tiles is None else tiles.backward(loss_share)
-        losses[micro_step] += loss.detach().to(losses)
+                loss_share.backward()
+        losses[micro_step] = loss.detach()
         del loss, loss_share  # after backward too their graph keeps inputs of recomputed blocks
-    return losses.view(-1)
+    return losses
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    found: list[Tensor] = []  # for each batch: [weighted loss, weight], of each tile
+    found: list[Tensor] = []  # for each batch: [weighted loss, weight]
     for tokens_BT, targets_BT, weight, *positions in batches:
         given = as_arguments([each.to(device) for each in positions])
         loss = model(tokens_BT.to(device), targets_BT.to(device), **given)

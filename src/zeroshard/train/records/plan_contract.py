@@ -58,7 +58,6 @@ class Job:
     local_steps: LocalSteps | None = None
     reproducible: int | None = None
     sequence_parallel: int = 1  # ranks that share each sequence; ``seq_len`` is that of the whole one
-    tiles: int | None = None  # as `zeroshard.models.SequenceParallel` takes it
     offload: Offload | None = None
     optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
     free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all

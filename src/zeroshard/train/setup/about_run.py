@@ -48,9 +48,8 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     resumed = f", resumed after step {run.first_step:,}" if run.first_step else ""
     sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}
     share = config.sequence_parallel
-    tiles, most = config.tiles_as_ranks, config.num_exact_terms
+    most = config.reproducible
     alike = f", with the same bits on any number up to {most}" if most else ""
-    alike += f"; {tiles} tiles of a sequence on each are computed as {tiles} ranks" if tiles > 1 else ""
     groups = _ranks(comm.world_size) if share == 1 else _groups(comm.world_size // share, share)
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""

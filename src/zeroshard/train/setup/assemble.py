@@ -58,8 +58,7 @@ def check_model(config: TrainConfig) -> None:
     """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
     sizes = model_config(config.model.name, overrides=model_overrides(config.model))
     longest = sizes.seq_len
-    named = "sequence_parallel" if config.tiles_as_ranks == 1 else "tiles"
-    rules.check_heads(named, config.sequence_parallel * config.tiles_as_ranks, sizes.n_head)
+    rules.check_heads("sequence_parallel", config.sequence_parallel, sizes.n_head)
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")
@@ -81,7 +80,7 @@ def check_shard_size(config: TrainConfig, world_size: int) -> None:
     if config.shard_size:
         rules.check_shard_size(config.shard_size, world_size)
     if config.reproducible:
-        rules.check_reproducible("reproducible", config.reproducible, world_size // config.sequence_parallel)
+        rules.check_reproducible("reproducible", config.reproducible, world_size)
     if config.node_copy:
         rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
     if config.wire.node_size:
@@ -180,9 +179,8 @@ def sharded(
     model.eos_id = eos_id
     if attention_boundary_setting(config):
         model.require_positions(attention_boundary_setting(config))
-    if config.sequence_parallel * config.tiles_as_ranks > 1:
-        tiles, longest = config.parts_of_rank, config.seq_len
-        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, tiles=tiles, longest=longest))
+    if config.sequence_parallel > 1:
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=config.seq_len))
     if config.matmul == "fp8":
         multiply_in_8_bits(model, device)
     if config.compile == "on":
@@ -209,7 +207,7 @@ def sharded(
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.num_exact_terms or None,
+        reproducible=config.reproducible or None,
         offload=offload(config, strategy_entry(config.strategy).stage, comm.world_size),
     )
     return model, build_strategy(config.strategy, setup)

@@ -181,9 +181,8 @@ def job_of(
         estimates=comm.rank == 0,  # only rank 0 reports estimates
         links=Links.of(config.link),
         local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.num_exact_terms or None,
+        reproducible=config.reproducible or None,
         sequence_parallel=config.sequence_parallel,
-        tiles=config.parts_of_rank,
         offload=offload(config, stage, comm.world_size),
         optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
     )

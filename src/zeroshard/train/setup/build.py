@@ -201,7 +201,6 @@ def _build_in(
         lock=lock,
         clock=Stopwatch(device),
         local_steps=strategy.zero.local_steps if isinstance(strategy, ZeroStrategy) else None,
-        tiles=None if model.sequence is None else model.sequence.as_ranks,
     )
     if resume_from is not None:
         run = _resumed(run, resume_from, config, corpus, comm)

@@ -90,8 +90,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
 
 def _ranks(config: TrainConfig, comm: Communicator) -> dict[str, Any]:
     """Return the arguments by which batches know their ranks."""
-    shared = {"sequence_parallel": config.sequence_parallel, "tiles": config.tiles_as_ranks}
-    return {"rank": comm.rank, "world_size": comm.world_size, **shared}
+    return {"rank": comm.rank, "world_size": comm.world_size, "sequence_parallel": config.sequence_parallel}
 
 
 def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[str, Iterable[EvalBatch]]:
