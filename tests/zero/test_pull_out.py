@@ -46,7 +46,6 @@ OF_ZERO = {f"zero/{folder}" for folder in ("core", "buffers", "runtime", "optimi
 ATTACHED = {
     "ema": [],  # `Zero.ema` finds it late, by its address
     "local_steps": [],  # an argument of `Zero` that attaches itself
-    "reach_probe": [],  # found late, for a class of optimizers of which nothing is known
     "sharded_optimizer": [],
     "state_formats": [],  # found late, for states in another format
     "zero/compat": [

@@ -12,7 +12,7 @@ from zeroshard.local_steps import checkpoints
 from zeroshard.local_steps.outer_steps import OuterSteps
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.named_shards import NamedShard, ShardReader
-from zeroshard.reach_probe.probe import weights_kept
+from zeroshard.optimizer_classes.probe import weights_kept
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime

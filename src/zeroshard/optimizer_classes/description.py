@@ -3,7 +3,7 @@
 At stage 0 their weights would drift apart; above it each rank's part of the weights would be trained in another way.
 
 So would it be if a class estimates something of all tensors, and notes it in its param groups: each rank has estimated
-it of other tensors. The trials of a class (`zeroshard.reach_probe`) should have told so before.
+it of other tensors. The trials of a class (`zeroshard.optimizer_classes.probe`) should have told so before.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ parameter, because a class may keep something beside the first one alone:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.errors import UserError
+from zeroshard.optimizer_classes.experiment import CPU, Experiment
 from zeroshard.optimizer_classes.plain_states import FORM, flat
-from zeroshard.optimizer_classes.trials import begin_training, isolated
+from zeroshard.optimizer_classes.trials import isolated
 
 NUM_STEPS = 4
 _SIZES = (3, 5, 2, 7, 2, 3)  # of a stand-in's dimensions
@@ -222,20 +222,21 @@ class KeptStates:
         return self._trials[key]
 
     def _tried(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Trial:
+        found: list[dict[str, Any]] = []
+
+        def look(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+            try:
+                found.extend(_by_kind(optimizer.state.get(param, {})) for param in params)
+            except ValueError as error:
+                self._unsaved = str(error)
+                raise
+
         with isolated():
-            params = [nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for _ in range(2)]
-            optimizer = self._make([{**copy.deepcopy(self._settings), "params": params}])
-            begin_training(optimizer)
-            found: list[dict[str, Any]] = []
-            for _ in range(NUM_STEPS):
-                for param in params:
-                    param.grad = torch.full_like(param, 0.5)
-                optimizer.step()
-                try:
-                    found += [_by_kind(optimizer.state.get(param, {})) for param in params]
-                except ValueError as error:
-                    self._unsaved = str(error)
-                    raise
+            cls = cast("type[Optimizer]", self._make.func)
+            tried = Experiment(cls, self._make.keywords, self._settings, CPU, dtype, rate=None, num_first=NUM_STEPS)
+            values = torch.tensor([1.0] + [0.5] * NUM_STEPS, dtype=dtype, device=device)  # weights, then gradients
+            history = values.view(-1, *[1] * len(shape)).expand(-1, *shape)  # which takes no memory
+            optimizer = tried.run([history, history], after_step=look).optimizer
         always = frozenset.intersection(*(frozenset(kinds) for kinds in found))
         group = optimizer.param_groups[0]
         gained = {key: group[key] for key in group.keys() - self._settings.keys() - {"params"}}

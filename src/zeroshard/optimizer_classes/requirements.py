@@ -6,13 +6,13 @@ Three sources answer, in this order:
 |-----------------------------------|-------------------------------------------------------------------|
 | the class itself, by `zero_reach` | those that declare their reach, which is not checked              |
 | a table, `OF_TORCH`               | those of `torch.optim`                                            |
-| an experiment, `reach_probe`      | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
+| an experiment, `probe`            | all others, subclasses of torch's too: tiny tensors, on the CPU,  |
 |                                   | once for a class and its settings                                 |
 
 How a class declares its reach: `zeroshard.optimizer_classes.reach`.
 
 Nobody checks a declaration: if an optimizer is declared element-wise and is not, its updates are silently wrong.
-`zeroshard.reach_probe.answers.found_by_probe` makes the experiment with any class.
+`zeroshard.optimizer_classes.answers.found_by_probe` makes the experiment with any class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.lazily import loaded
+from zeroshard.optimizer_classes.answers import found_by_probe
 from zeroshard.optimizer_classes.reach import OF_TORCH, OptimizerKind, Reach, declared
 
 __all__ = ["OptimizerKind", "Reach", "classify"]
@@ -61,5 +61,4 @@ def classify(
         return own
     if optimizer_cls in OF_TORCH and optimizer_cls.__module__.startswith("torch.optim"):  # its names may be replaced
         return OF_TORCH[optimizer_cls]
-    found_by_probe = loaded("zeroshard.reach_probe.answers", "found_by_probe")  # late: few classes need the experiment
     return found_by_probe(optimizer_cls, settings, options, device, dtype)

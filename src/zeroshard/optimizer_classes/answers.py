@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.experiment import LEARNING_RATE
+from zeroshard.optimizer_classes.probe import DECIDED, probe, probe_as_used
 from zeroshard.optimizer_classes.reach import OptimizerKind
 from zeroshard.optimizer_classes.trials import isolated
-from zeroshard.reach_probe.probe import DECIDED, LEARNING_RATE, probe, probe_as_used
 
 _known: weakref.WeakKeyDictionary[type[Optimizer], dict[Any, OptimizerKind]] = weakref.WeakKeyDictionary()
 

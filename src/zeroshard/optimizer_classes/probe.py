@@ -37,162 +37,35 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.optimizer_classes.clocks import AROUND, FAR
+from zeroshard.optimizer_classes.experiment import (
+    CPU,
+    NUM_STEPS,
+    SCALES,
+    TOLERANCES,
+    Experiment,
+    Trial,
+    TrialError,
+)
 from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
-from zeroshard.optimizer_classes.trials import begin_training, isolated, seed_generators
-from zeroshard.reach_probe.clocks import AROUND, FAR, Clocks
+from zeroshard.optimizer_classes.trials import isolated
 
-NUM_STEPS = 6
-NUM_FIRST, NUM_LATER = 3, 4  # in trials of later steps: before the clocks are put forward, and from each time on
+NUM_FIRST = 3  # steps, in trials of later ones, before the clocks are put forward
 NUM_DOWNHILL = 30  # by then estimates of a distance move, and means over ten steps have been compared
-SCALES = (1.0, 0.01, 30.0, 1.0, 0.03, 3.0)  # of the gradients, step by step; of losses too
-LEARNING_RATE = 0.01
 OWN_RATE = 1.0  # of classes that find the rate themselves: with a low one they need hundreds of steps for it
-LOWEST_RATE = 1e-5  # a lower one of the user's moves weights by hardly more than rounding does
-SHIFT, SHIFTED_AFTER = 1024.0, 2  # far beyond what steps move weights, and after how many of them
+SHIFT = 1024.0  # far beyond what steps move weights
 NUM_SHIFTED, LOW_RATE = 8, 1e-4  # Lookahead goes back after five or six; Adafactor moves by a share of the weights
 SHAPES: tuple[tuple[int, ...], ...] = ((), (37,), (5, 7), (2, 3, 4), (3, 2, 3, 2))
 LARGE = (136, 160)  # some classes factor only matrices of 128 or more rows, or quantise only 4096 or more elements
 DECIDED = (Reach.CLOSURE_DRIVEN, Reach.RANDOM, Reach.UNUSABLE)  # no layout suits them, whatever else they do
 ON_CPU = "tried on the CPU; a class that runs on other devices only declares its reach by the attribute zero_reach"
-# Relative to the largest update. Equal bits are not required: fused and vectorised kernels round an element in the body
-# of a tensor differently from one in its tail, and pieces have other tails. Influence between elements is far larger.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-class _TrialError(Exception):
-    """The class could not be built with these tensors, or, if ``built``, its step raised."""
-
-    def __init__(self, cause: Exception, *, built: bool) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
-        self.cause, self.built = cause, built
-
-
-@dataclass
-class _Trial:
-    """The result of one trial: weights after `NUM_STEPS` steps, and the optimizer with its state."""
-
-    weights: list[Tensor]
-    optimizer: Optimizer
-    closure_calls: int  # maximum in one step, counting only calls after weights have moved
-    clocks: Clocks
-
-    @property
-    def states(self) -> list[Mapping[str, Any]]:
-        """Those of parameters; a class may keep something under other keys as well."""
-        return [state for key, state in self.optimizer.state.items() if isinstance(key, Tensor)]
-
-
-@dataclass
-class _Subject:
-    """One class with its settings, in one dtype, on the CPU in place of ``device``."""
-
-    optimizer_cls: type[Optimizer]
-    settings: Mapping[str, Any]
-    group: Mapping[str, Any]
-    device: torch.device
-    dtype: torch.dtype
-    rate: float | None = LEARNING_RATE  # None: the user's own
-    num_first: int = NUM_STEPS
-    later: tuple[int, ...] = ()
-    with_closure: bool = False
-    downhill: bool = False  # whether gradients are slopes of a quadratic
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether its parameters are on another device."""
-        return self.device.type != "cpu"
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a trial: the first ones, then some from each of the ``later`` steps on."""
-        return self.num_first + len(self.later) * NUM_LATER
-
-    def history(self, shape: Sequence[int], seed: int, scale: float = 1.0) -> Tensor:
-        """``[1 + num_steps, *shape]``: weights to start from, then a gradient for each step.
-
-        Downhill it is ``[3, *shape]``: weights to start from, the weights at which the slope is zero, and the
-        curvature. It is below zero for some elements, and for all if ``scale`` is not 1: their slopes grow, while most
-        others fall.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        num = 2 if self.downhill else self.num_steps
-        values = torch.randn((1 + num, *shape), generator=generator, dtype=torch.float64)
-        gone = torch.rand((1 + num, *shape), generator=generator, dtype=torch.float64)
-        if self.downhill:
-            values[1] *= scale
-            values[2] = values[2].exp().where((gone[2] > 0.3) & (scale == 1.0), -values[2].exp()) / 10
-            return values.to(self.dtype)
-        scales = (SCALES * num)[:num]
-        values[1:] *= scale * torch.tensor(scales, dtype=torch.float64).view(-1, *[1] * len(shape))
-        values[1:][gone[1:] < 0.2] = 0.0
-        return values.to(self.dtype)
-
-    def run(
-        self, histories: Sequence[Tensor], seed: int = 0, shift: float = 0.0, losses: Sequence[float] = (1.0,)
-    ) -> _Trial:
-        """Take `num_steps` steps with a new optimizer over one tensor for each of these histories.
-
-        ``shift``: what is added to all weights after `SHIFTED_AFTER` steps, as if something else replaced them.
-        ``losses``: what closures return, step by step and then again.
-        """
-        params = [nn.Parameter(history[0].clone()) for history in histories]
-        optimizer = self._built(params)
-        seed_generators(seed)
-        closure_calls, clocks = 0, Clocks()
-        for step in range(1, 1 + self.num_steps):
-            which, since = divmod(step - 1 - self.num_first, NUM_LATER)
-            if which >= 0 and not since:
-                clocks.set(optimizer, self.later[which])
-            for param, history in zip(params, histories, strict=True):
-                slope = self.downhill
-                param.grad = (param.detach() - history[1]) * history[2] if slope else history[step].clone()
-                if step == 1 + SHIFTED_AFTER:
-                    param.data.add_(shift)
-            closure = _Closure(params, losses[step % len(losses)])
-            try:
-                cast("Any", optimizer).step(*([closure] if self.with_closure else []))
-            except Exception as error:
-                raise _TrialError(error, built=True) from error
-            closure_calls = max(closure_calls, closure.num_late)
-            clocks.tick(optimizer)
-        return _Trial([param.detach() for param in params], optimizer, closure_calls, clocks)
-
-    def _built(self, params: list[nn.Parameter]) -> Optimizer:
-        """A new optimizer of these parameters, on the CPU, with the learning rate of the trial."""
-        group, settings = copy.deepcopy(dict(self.group)), copy.deepcopy(dict(self.settings))
-        if self.elsewhere:
-            group, settings = _with_tensors(group, Tensor.cpu), _with_tensors(settings, Tensor.cpu)
-        try:
-            optimizer = self.optimizer_cls([{**group, "params": params}], **settings)
-            begin_training(optimizer)
-        except Exception as error:
-            raise _TrialError(error, built=False) from error
-        for given in optimizer.param_groups:
-            if self.elsewhere and given.get("capturable"):
-                # This keeps numbers in GPU tensors, which torch refuses on the CPU; the computation is the same.
-                numbers = {name: _with_tensors(value, Tensor.item) for name, value in given.items() if name != "params"}
-                given.update(numbers, capturable=False)
-            rate = given.get("lr")
-            if not isinstance(rate, Tensor | int | float):
-                continue
-            moves = self.rate or (float(rate) if float(rate) >= LOWEST_RATE else LEARNING_RATE)
-            given["lr"] = rate.fill_(moves) if isinstance(rate, Tensor) else moves
-        return optimizer
-
-    def same(self, found: Tensor, whole: Tensor, start: Tensor) -> bool:
-        """Whether two results agree, relative to how far ``whole`` has moved from ``start``, and but for rounding."""
-        update, size = (
-            float(each.abs().nan_to_num().max()) if each.numel() else 0.0 for each in (whole - start, whole)
-        )
-        rounding = self.num_steps * torch.finfo(self.dtype).eps * size
-        return torch.allclose(found, whole, rtol=0.0, atol=TOLERANCES[self.dtype] * update + rounding, equal_nan=True)
 
 
 def weights_kept(
@@ -212,8 +85,7 @@ def weights_kept(
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             options |= {key: value for key, value in plain.items() if key in options}
-            cpu = torch.device("cpu")
-            subject = _Subject(optimizer_cls, settings, options, cpu, torch.float32, LOW_RATE, NUM_SHIFTED)
+            subject = Experiment(optimizer_cls, settings, options, CPU, torch.float32, LOW_RATE, NUM_SHIFTED)
             histories = [subject.history([4] * min(param.dim(), 2) or [4], 1) for param in group["params"][:1]]
             near, far = (subject.run(histories, shift=shift) for shift in (0.0, SHIFT))
             for one, other in zip(near.states, far.states, strict=True):
@@ -226,20 +98,6 @@ def weights_kept(
             if any((there - here - SHIFT).abs().max() > SHIFT / 64 for here, there in pairs):
                 return "goes back to weights that it has kept"
     return None
-
-
-class _Closure:
-    """Returns a loss, and counts the calls that come after weights have moved."""
-
-    def __init__(self, params: list[nn.Parameter], loss: float) -> None:
-        self.params, self.loss = params, loss
-        self.before = [param.detach().clone() for param in params]
-        self.num_late = 0
-
-    def __call__(self) -> Tensor:
-        moved = any(not torch.equal(now, then) for now, then in zip(self.params, self.before, strict=True))
-        self.num_late += moved
-        return torch.tensor(self.loss)
 
 
 def probe(
@@ -269,10 +127,10 @@ def probe(
                 )
             if failure is None:
                 cause = failures[0].cause  # the class does not accept these settings
-                if subject.elsewhere:
+                if subject.is_translated:
                     cause.add_note(f"{optimizer_cls.__name__} was {ON_CPU}")
                 raise cause
-            where = f" ({ON_CPU})" if subject.elsewhere else ""
+            where = f" ({ON_CPU})" if subject.is_translated else ""
             return OptimizerKind(Reach.UNUSABLE, f"it fails on dense gradients: {failure}{where}")
         reach, reason = _watch(subject, alone)
         no_closure = "" if reach in DECIDED else _no_closure(subject, alone)
@@ -296,16 +154,16 @@ def probe_as_used(
     shapes = [shape for shape in SHAPES if len(shape) in found.ndims][:3][
         -2:
     ]  # a vector and a matrix, if it takes both
-    failures: list[_TrialError] = []
+    failures: list[TrialError] = []
     with isolated():
         for subject in _subjects(optimizer_cls, settings, group, device):
             subject.rate, subject.num_first, subject.downhill = None, NUM_DOWNHILL, True
             try:
                 reach, reason = _watch_course(subject, shapes, reach, reason, when)
-            except _TrialError as error:
+            except TrialError as error:
                 failures.append(error)
                 continue
-            with suppress(_TrialError):  # most classes are not made for this rate
+            with suppress(TrialError):  # most classes are not made for this rate
                 if reach not in DECIDED:
                     reach, reason = _watch_course(replace(subject, rate=OWN_RATE), shapes, reach, reason, when)
             if reach not in DECIDED and _draws(replace(subject, dtype=dtype), shapes):
@@ -316,7 +174,7 @@ def probe_as_used(
     return replace(found, reach=reach, reason=reason)
 
 
-def _takes_no_groups(subject: _Subject) -> bool:
+def _takes_no_groups(subject: Experiment) -> bool:
     """Whether the class can be built of parameters, but of no param groups."""
     params = [nn.Parameter(subject.history(shape, 1)[0]) for shape in SHAPES[1:3]]
     try:
@@ -326,16 +184,16 @@ def _takes_no_groups(subject: _Subject) -> bool:
     return True
 
 
-def _meet(subjects: Iterable[_Subject]) -> tuple[_Subject, dict[tuple[int, ...], _Trial], list[_TrialError]]:
+def _meet(subjects: Iterable[Experiment]) -> tuple[Experiment, dict[tuple[int, ...], Trial], list[TrialError]]:
     """Try a tensor of each shape alone; return the trials that worked of the subject that takes most shapes."""
-    found: list[tuple[_Subject, dict[tuple[int, ...], _Trial]]] = []
-    failures: list[_TrialError] = []
+    found: list[tuple[Experiment, dict[tuple[int, ...], Trial]]] = []
+    failures: list[TrialError] = []
     for subject in subjects:
-        alone: dict[tuple[int, ...], _Trial] = {}
+        alone: dict[tuple[int, ...], Trial] = {}
         for shape in SHAPES:
             try:
                 alone[shape] = subject.run([subject.history(shape, len(shape))])
-            except _TrialError as error:
+            except TrialError as error:
                 failures.append(error)
         found.append((subject, alone))
         if len(alone) == len(SHAPES):
@@ -345,25 +203,14 @@ def _meet(subjects: Iterable[_Subject]) -> tuple[_Subject, dict[tuple[int, ...],
 
 def _subjects(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], group: Mapping[str, Any], device: torch.device
-) -> Iterator[_Subject]:
+) -> Iterator[Experiment]:
     """Each dtype, and step without and with a closure."""
     for dtype in TOLERANCES:  # float64 shows smaller influences; custom kernels may support float32 only
         for with_closure in (False, True):
-            yield _Subject(optimizer_cls, settings, group, device, dtype, with_closure=with_closure)
+            yield Experiment(optimizer_cls, settings, group, device, dtype, with_closure=with_closure)
 
 
-def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return settings in which ``change`` has replaced each tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) is dict:
-        return {key: _with_tensors(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(each, change) for each in value)
-    return value
-
-
-def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Reach, str]:
+def _watch(subject: Experiment, alone: dict[tuple[int, ...], Trial]) -> tuple[Reach, str]:
     if any(trial.closure_calls for trial in alone.values()):
         return Reach.CLOSURE_DRIVEN, _MOVED
     histories = [subject.history(shape, len(shape)) for shape in alone]
@@ -376,7 +223,7 @@ def _watch(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> tuple[Rea
 
     try:
         influence = _influence(subject, histories, expected, again)
-    except _TrialError:  # the class accepts such tensors only one at a time
+    except TrialError:  # the class accepts such tensors only one at a time
         influence = Reach.CROSS_TENSOR
     if influence is not None:
         return influence, f"it {_INFLUENCES[influence]}"
@@ -390,13 +237,13 @@ _MOVED = "it calls the closure again at weights that it has moved, and ranks gat
 _LOSS = "it follows the loss that its closure returns, and each rank has the loss of its own rows"
 
 
-def _no_closure(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
+def _no_closure(subject: Experiment, alone: dict[tuple[int, ...], Trial]) -> str:
     """Return why a step may not be given a closure; "" if it may, or cannot."""
     closed = replace(subject, with_closure=True)
     histories = [subject.history(shape, len(shape)) for shape in alone]
     try:
         one, other = (closed.run(histories, losses=losses) for losses in ((1.0,), SCALES))
-    except _TrialError:
+    except TrialError:
         return ""
     if one.closure_calls:
         return _MOVED
@@ -410,7 +257,7 @@ _INFLUENCES = {
 
 
 def _influence(
-    subject: _Subject, histories: list[Tensor], expected: list[Tensor], again: Callable[[], list[Tensor]]
+    subject: Experiment, histories: list[Tensor], expected: list[Tensor], again: Callable[[], list[Tensor]]
 ) -> Reach | None:
     """Return whether tensors in front or behind change weights, or random numbers do; None: neither does.
 
@@ -429,18 +276,18 @@ def _influence(
     return Reach.CROSS_TENSOR if as_expected(again()) else Reach.RANDOM
 
 
-def _draws(subject: _Subject, shapes: Sequence[tuple[int, ...]]) -> bool:
+def _draws(subject: Experiment, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Whether other random numbers change weights; False for a class that refuses the dtype."""
     histories = [subject.history(shape, len(shape)) for shape in shapes]
     try:
         one, other = (subject.run(histories, seed=seed).weights for seed in (0, 3))
-    except _TrialError:
+    except TrialError:
         return False
     return not all(torch.equal(*pair) for pair in zip(one, other, strict=True) if not pair[0].isnan().any())
 
 
 def _watch_later(
-    subject: _Subject, alone: dict[tuple[int, ...], _Trial], reach: Reach, reason: str
+    subject: Experiment, alone: dict[tuple[int, ...], Trial], reach: Reach, reason: str
 ) -> tuple[Reach, str]:
     """Return the reach, and why, after later steps too: of all tensors together, beside others, and in pieces."""
     trial = next(iter(alone.values()))
@@ -453,14 +300,14 @@ def _watch_later(
     shapes = [*alone, *([LARGE] if (5, 7) in alone else [])]
     try:
         return _watch_course(subject, shapes, reach, reason, "from a later step on")
-    except _TrialError as error:
+    except TrialError as error:
         if reach is not Reach.ELEMENT_WISE:
             return reach, reason
         return Reach.PER_TENSOR, f"its later steps could not be tried: {error}"
 
 
 def _watch_course(
-    subject: _Subject, shapes: Sequence[tuple[int, ...]], reach: Reach, reason: str, when: str
+    subject: Experiment, shapes: Sequence[tuple[int, ...]], reach: Reach, reason: str, when: str
 ) -> tuple[Reach, str]:
     """Return the reach, and why, after trials of all tensors together, beside others, and in pieces."""
     histories = [subject.history(shape, len(shape)) for shape in shapes]
@@ -479,7 +326,7 @@ def _watch_course(
     return Reach.PER_TENSOR, f"{when} it updates pieces of a tensor differently from the whole tensor"
 
 
-def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -> str:
+def _not_element_wise(subject: Experiment, alone: dict[tuple[int, ...], Trial]) -> str:
     """Return why the class cannot be given pieces; "" if it can."""
     for shape, trial in alone.items():
         for state in trial.states:
@@ -493,12 +340,12 @@ def _not_element_wise(subject: _Subject, alone: dict[tuple[int, ...], _Trial]) -
         history = subject.history(LARGE, 2)
         if not _pieces_do(subject, {LARGE: (history, subject.run([history]).weights[0])}):
             return "it updates pieces of a large tensor differently from the whole tensor"
-    except _TrialError as error:
+    except TrialError as error:
         return f"it does not take one-dimensional pieces: {error}"
     return ""
 
 
-def _pieces_do(subject: _Subject, expected: Mapping[tuple[int, ...], tuple[Tensor, Tensor]]) -> bool:
+def _pieces_do(subject: Experiment, expected: Mapping[tuple[int, ...], tuple[Tensor, Tensor]]) -> bool:
     """Whether tensors that are permuted and cut into pieces reach the same weights as whole ones."""
     pieces: list[Tensor] = []
     cuts: list[tuple[Tensor, int]] = []  # of each tensor: its permutation and how many pieces it has

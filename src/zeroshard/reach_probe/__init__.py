@@ -1,1 +1,0 @@
-"""How far a gradient reaches in an optimizer's step, found by experiment, if nobody has declared it."""
