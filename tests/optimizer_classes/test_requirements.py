@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from estimating import Estimates
 from zeroshard.comm import NullCommunicator
-from zeroshard.optimizer_classes.reach import OF_TORCH
-from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.optimizer_classes import answers
 from zeroshard.optimizer_classes.probe import probe
+from zeroshard.optimizer_classes.reach import OF_TORCH
+from zeroshard.optimizer_classes.requirements import Reach, classify
 from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero import OptimizerKind, Zero
 
