@@ -84,6 +84,7 @@ def test_the_commands_for_users_of_nanogpt_run(tmp_path):
 
 
 def test_the_commands_for_users_of_deepspeed_run(tmp_path):
+    """`run_commands` asserts it."""
     (code,) = blocks("from-deepspeed.md", "json")
     (tmp_path / "ds_config.json").write_text(code)
     (tmp_path / "text.txt").write_text("abcd\n" * 2000)

@@ -111,6 +111,7 @@ def test_extra_with_another_step_is_refused(tmp_path, evenly_sharded, some_tenso
     _save(tmp_path / "c", evenly_sharded, some_tensors, 1, step=3, extra={"step": 3})
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_load_that_fails_for_the_last_tensor_has_changed_none(tmp_path, stage):
     def on_rank(comm):

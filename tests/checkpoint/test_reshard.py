@@ -33,6 +33,7 @@ def test_every_wanted_interval_is_filled_with_exactly_its_own_elements(tiling, d
 
 @given(tilings())
 def test_a_way_to_cut_a_tensor_tiles_it(tiling):
+    """`check_tiling` asserts it."""
     numel, pieces = tiling
     check_tiling(pieces, numel)
 

@@ -392,12 +392,14 @@ bare = pytest.mark.parametrize("wrapper", ["bare", *_soaking(name for name in WR
 class TestEachCommunicator:
     @bare
     def test_local(self, case, wrapper):
+        """`_on_rank` asserts it."""
         _on_rank(LocalCommunicator(), case, wrapper)
 
     @pytest.mark.pairwise("world_size", "wrapper")
     @pytest.mark.parametrize("wrapper", WRAPPERS)
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_threads(self, case, wrapper, world_size):
+        """`_on_rank` asserts it."""
         run_threads(lambda comm: _on_rank(comm, case, wrapper), world_size)
 
     @bare
@@ -405,20 +407,24 @@ class TestEachCommunicator:
         ("world_size", "rank"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, 0), (8, 7)))]
     )
     def test_null(self, case, wrapper, world_size, rank):
+        """`_on_rank` asserts it."""
         _on_rank(NullCommunicator(world_size, rank), case, wrapper)
 
     @bare
     @pytest.mark.pairwise("case")
     @pytest.mark.parametrize("world_size", [2, 3, *_soaking([1, 4])])
     def test_gloo(self, case, wrapper, world_size, gloo_ranks):
+        """`_on_rank` asserts it."""
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
 
     @bare
     @pytest.mark.parametrize("world_size", [3, 4, *_soaking([1, 2])])
     @pytest.mark.parametrize("kind", ["ring", "shm"])
     def test_ours(self, case, wrapper, kind, world_size, gloo_ranks):
+        """`_on_own_rank` asserts it."""
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
 
     @bare
     def test_gloo_groups(self, case, wrapper, gloo_ranks):
+        """`_on_rank_of_group` asserts it."""
         gloo_ranks(4).run(_on_rank_of_group, case, wrapper)

@@ -105,6 +105,7 @@ def test_ranks_that_do_alike_finish_and_exit_as_before():
     assert (codes, [text.strip() for text in printed]) == ([0, 0], ["finished"] * 2)
 
 
+@pytest.mark.redundant(but=["evaluates less-RingCommunicator"])
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
@@ -151,6 +152,7 @@ def test_what_needs_no_watch_has_none():
 
 
 def test_a_watch_ends_with_its_communicator(gloo_ranks):
+    """`_watch_once` asserts it."""
     gloo_ranks(2).run(_watch_once)
 
 

@@ -41,6 +41,7 @@ def _silent_peer(comm):
 
 
 def test_a_peer_that_does_not_answer_in_time_is_named_and_the_transport_closed(gloo_ranks):
+    """`_silent_peer` asserts it."""
     gloo_ranks(2).run(_silent_peer)
 
 

@@ -91,6 +91,7 @@ def test_whatever_asks_first_joins_the_ranks_and_a_later_one_may_join_again(in_t
     assert first[1::2] == second
 
 
+@pytest.mark.redundant(but=["mpirun"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_each_launchers_variables_lead_to_one_world(in_two_ranks, launcher):
     """Both start from rank 0's weights and end with the same ones; nothing is torn down by hand."""

@@ -296,6 +296,7 @@ sys.exit(4)
 """
 
 
+@pytest.mark.redundant(but=["shm"])
 @pytest.mark.parametrize("kind", ["ring", "shm"])
 def test_a_rank_that_dies_is_named_by_every_other(rank_scripts, kind):
     codes, said = rank_scripts(LOSS, 4, kind=kind)
@@ -318,6 +319,7 @@ say(tensor[0].item())
 """
 
 
+@pytest.mark.redundant(but=["ring-waits"])
 @pytest.mark.parametrize(("kind", "how"), [("ring", "waits"), ("shm", "closes"), ("ring", "leaves"), ("shm", "leaves")])
 def test_a_program_ends_cleanly_and_one_that_closes_nothing_too(rank_scripts, kind, how):
     codes, said = rank_scripts(END, 3, kind=kind, how=how)

@@ -67,6 +67,7 @@ def test_storage_that_was_sent_or_filled_may_still_be_given_back(transports, num
     sent.wait()
     for tensor in (message, got):
         tensor.untyped_storage().resize_(0)
+        assert tensor.untyped_storage().nbytes() == 0
 
 
 def test_a_small_message_starts_no_thread_and_a_large_one_lets_go_of_its_tensor(transports):

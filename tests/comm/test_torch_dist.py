@@ -21,6 +21,7 @@ def outside_a_group(comm):
 
 
 def test_a_process_outside_the_group_is_refused(gloo_ranks):
+    """`outside_a_group` asserts it."""
     gloo_ranks(2).run(outside_a_group)
 
 
@@ -110,4 +111,5 @@ def _refuses_what_gloo_does_not_add(comm):
 
 
 def test_dtypes_that_gloo_does_not_add_are_refused_by_name(gloo_ranks):
+    """`_refuses_what_gloo_does_not_add` asserts it."""
     gloo_ranks(2).run(_refuses_what_gloo_does_not_add)

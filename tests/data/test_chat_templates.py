@@ -72,6 +72,9 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
     assert answers(ChatTemplate(MARKED, "t"), TURNS) == ["Hello<|im_end|>", "Ciao<|im_end|>"]
 
 
+@pytest.mark.redundant(
+    but=["{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}-differently if others follow"]
+)
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -97,6 +100,7 @@ def test_a_template_that_cannot_be_used_is_refused_in_a_line(text, line):
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.redundant(but=["loops"])
 @pytest.mark.parametrize(
     ("text", "line"),
     [

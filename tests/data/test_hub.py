@@ -106,6 +106,7 @@ def test_offline_on_purpose_is_said_at_once(monkeypatch):
         open_hub(SourceRequest("openwebtext", (), SyntheticSize(256, 1, 0)))
 
 
+@pytest.mark.redundant(but=["jsonl.zst"])
 @pytest.mark.parametrize("kind", made.KINDS)
 def test_files_at_an_address_give_the_bytes_of_local_ones(site, tmp_path, kind):
     made.write_table(site.folder / f"a.{kind}", made.documents(500))

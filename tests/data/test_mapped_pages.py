@@ -64,6 +64,8 @@ def test_a_batch_asks_for_its_windows_in_their_own_files(mapped):
 def test_advice_is_taken_where_there_is_any_and_left_out_where_not(mapped, monkeypatch):
     everything = np.array([0]), np.array([mapped.nbytes])
     MappedPages(mapped).read_ahead(*everything)
+    assert MappedPages(mapped)._pages is mapped._mmap
     MappedPages(np.arange(3)).read_ahead(*everything)
     monkeypatch.setattr(mapped_pages, "_WILL_NEED", None)
     MappedPages(mapped).read_ahead(*everything)
+    assert MappedPages(mapped)._pages is None

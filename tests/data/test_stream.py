@@ -74,6 +74,7 @@ def documents_of(text, split):
     return found
 
 
+@pytest.mark.redundant(but=["1-16-1"])
 @pytest.mark.parametrize(("world_size", "micro", "accum"), [(2, 2, 4), (4, 4, 1), (8, 1, 2), (1, 16, 1)])
 def test_a_step_has_the_same_rows_in_the_same_order_at_any_world_size(stream, world_size, micro, accum):
     one = stream()
@@ -82,6 +83,7 @@ def test_a_step_has_the_same_rows_in_the_same_order_at_any_world_size(stream, wo
         assert all(map(torch.equal, global_batch(many, step, accum), global_batch(one, step, 8)))
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("world_size", [2, 3, 20])
 def test_ranks_that_share_the_work_have_the_rows_of_one_that_does_it_alone(stream, texts, world_size):
     """Also where there are more ranks than lanes."""
@@ -107,6 +109,7 @@ def test_ranks_that_share_the_work_have_the_rows_of_one_that_does_it_alone(strea
     assert torch.equal(torch.cat([targets for _, targets in found]), alone[1])
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("world_size", [1, 2, 20])
 def test_each_document_is_encoded_once_in_a_world(texts, world_size, monkeypatch):
     encoded, lock, of_document = Counter(), threading.Lock(), lanes_module.document_ids
@@ -133,6 +136,7 @@ def test_each_document_is_encoded_once_in_a_world(texts, world_size, monkeypatch
     assert sum(encoded.values()) > 250
 
 
+@pytest.mark.redundant(but=["50-48"])
 @pytest.mark.parametrize(("num_parts", "rows_a_step"), [(1, 1), (3, 7), (50, 48)])
 def test_an_epoch_has_each_row_once(tmp_path, stream, monkeypatch, num_parts, rows_a_step):
     """Each document is as long as a row, so that an epoch's rows are its documents, but for the last."""
@@ -157,6 +161,7 @@ def test_an_epoch_has_each_row_once(tmp_path, stream, monkeypatch, num_parts, ro
         assert set(epoch) < wanted
 
 
+@pytest.mark.redundant(but=["17-1-2-8"])
 @pytest.mark.pairwise("at")
 @pytest.mark.parametrize(("world_size", "micro", "accum"), [(1, 2, 8), (4, 2, 2)])
 @pytest.mark.parametrize("at", [17, 40])

@@ -109,6 +109,7 @@ def _on_threads():
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("strategy", "optimizer", "world_size", "feature"), list(_on_threads()))
 def test_the_engine_is_exact_or_refuses(strategy, optimizer, world_size, feature):
+    """`check` asserts it."""
     cell = cell_of(strategy, optimizer, world_size, feature)
     check(cell, lambda *args: run_threads(lambda comm: trained(comm, *args), world_size))
 
@@ -141,6 +142,7 @@ def _among_processes():
 
 @pytest.mark.parametrize(("transport", "strategy", "optimizer", "world_size", "feature"), list(_among_processes()))
 def test_processes_are_exact_or_refuse(transport, strategy, optimizer, world_size, feature, gloo_ranks):
+    """`check` asserts it."""
     ranks = gloo_ranks(world_size)
     check(cell_of(strategy, optimizer, world_size, feature), lambda *args: ranks.run(trained, *args, transport))
 

@@ -159,6 +159,7 @@ def _with_soak(cells, quick):
 
 @pytest.mark.parametrize(NAMES, _with_soak(SMALL, ON_THREADS))
 def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_name, optimizer, dial):
+    """`check` asserts it."""
     check(
         run_threads(lambda comm: every_stage(comm, model_name, optimizer, dial), world_size),
         *(model_name, optimizer, dial),

@@ -3,6 +3,7 @@ reader finds it: tests outside are marked `redundant` in their files.
 """
 
 import ast
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +15,7 @@ MARK = "pytest.mark.redundant"
 FIXED_S = 0.01
 # A mark is something to read: it must save so many seconds, and name so few combinations that stay.
 WORTH_S, MOST_NAMED = 0.5, 12
-CHEAP_S = 0.4
+CHEAP_S = 0.1
 # What is promised outside: documents, refusals, layers, budgets; tables of which each row is a promise of its own.
 PROMISED = ("tests/docs/", "tests/budgets/", "tests/mutants/", "tests/test_", "tests/train/test_plan_contract.py")
 PROMISED += ("tests/train/test_hugging_face.py::test_each_architecture", "tests/train/test_saving.py::test_which_")
@@ -51,10 +52,16 @@ def cover(costs: Mapping[str, float], lines: Iterable[Collection[str]], needed: 
 
 
 def promised(tests: Iterable[str]) -> set[str]:
-    """Of these tests those that something outside of the tests names: pages, mutants, and whole folders."""
-    named = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
+    """Of these tests those that something outside of the tests names: pages, mutants, and whole folders.
+
+    A mutant that names a function asks for one of its combinations, whichever sees it: ``make mutants`` says whether
+    those that stay do.
+    """
+    of_mutants = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
+    named = {test for test in of_mutants if "[" in test}
     for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "docs" / "promises.toml", ROOT / "README.md"]:
-        named |= set(re.findall(r"tests/[\w/]+\.py::\w+(?:\[[^\]\s]+\])?", page.read_text(encoding="utf-8")))
+        found = re.findall(r"tests/[\w/]+\.py::\w+(?:\[[^\]\s]+\])?", page.read_text(encoding="utf-8"))
+        named |= {test for test in found if test not in of_mutants}
     return {test for test in tests if test.startswith(PROMISED) or not named.isdisjoint((test, test.partition("[")[0]))}
 
 
@@ -90,7 +97,7 @@ def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float
             seconds = sum(costs[test] + FIXED_S for test in tests if test not in chosen)
             if len(kept) < len(tests) and len(kept) <= MOST_NAMED and seconds >= WORTH_S * max(1, len(kept)):
                 ids = [test.partition("[")[2].removesuffix("]") for test in kept]
-                marks[name] = f"@{MARK}" + (f"(but={ids!r})".replace("'", '"') if ids else "")
+                marks[name] = f"@{MARK}" + (f"(but={json.dumps(ids, ensure_ascii=False)})" if ids else "")
                 saved[file] = saved.get(file, 0.0) + seconds
         new = marked(text, functions, marks)
         if new != text:

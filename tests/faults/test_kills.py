@@ -113,11 +113,12 @@ def world(tmp_path):
         each.kill_all()
 
 
-def _wait_for(what, patience_s=PATIENCE_S):
-    deadline = time.monotonic() + patience_s
+def _wait_for(what, look_s=0.05):
+    """``look_s``: a look at all processes of a machine takes as long as a step."""
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := what()):
         assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.002)
+        time.sleep(look_s)
     return found
 
 
@@ -139,7 +140,7 @@ def _wait_for_a_moment(run, rng, lifetime_s):
         is_saving = len(run.checkpoints()) >= save and any(run.out.glob("checkpoints/.step-*.tmp"))
         return is_saving or run.launcher.poll() is not None
 
-    _wait_for(has_come)
+    _wait_for(has_come, look_s=0.005)  # a save is short
 
 
 def _kill_a_rank(run, rng, lifetime_s):
@@ -160,7 +161,7 @@ def _kill_the_launcher(run, rng, lifetime_s):
     assert any(run.temporary.iterdir())  # a launcher's, which the next one removes
     _wait_for_a_moment(run, rng, lifetime_s)
     run.launcher.kill()
-    _wait_for(lambda: not run.processes(), 30.0)
+    _wait_for(lambda: not run.processes())
     run.launcher.communicate()
     _assert_sound(run)
     run.start("--resume", "auto")

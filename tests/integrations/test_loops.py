@@ -52,6 +52,7 @@ def same_weights(found, expected):
 
 
 def test_the_trainer_has_the_losses_norms_and_weights_of_one_process(plain, ranks):
+    """`same_numbers` and `same_weights` assert it."""
     for rank in ranks:
         same_numbers(rank["trainer"]["log"], plain["trainer"]["log"])
         same_weights(rank["trainer"]["weights"], plain["trainer"]["weights"])
@@ -92,15 +93,18 @@ def test_the_trainer_keeps_state_on_the_host_if_the_plugin_says_so(ranks):
 
 
 def test_the_trainer_resumes_at_another_stage(ranks):
+    """`same_numbers` and `same_weights` assert it."""
     same_numbers(ranks[0]["resumed at 1"]["log"], ranks[0]["trainer"]["log"])
     same_weights(ranks[0]["resumed at 1"]["weights"], ranks[0]["trainer"]["weights"])
 
 
 def test_the_trainer_resumes_what_transformers_saved_in_one_process(plain, ranks):
+    """`same_numbers` asserts it."""
     same_numbers(ranks[0]["from plain"], plain["trainer"]["log"])
 
 
 def test_an_optimizer_of_the_users_is_sharded_and_recomputation_changes_nothing(plain, ranks):
+    """`same_numbers` asserts it."""
     same_numbers(ranks[0]["own optimizer"], plain["own optimizer"])
 
 

@@ -54,6 +54,7 @@ def compare(function, specification, inputs, upstream, names, slack=1.0):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows, options, dtype, random):
+    """`compare` asserts it."""
     targets = draw_targets((2, 3), 33, [2])
     if "ignore_index" in options:
         targets = targets.clamp(min=0)

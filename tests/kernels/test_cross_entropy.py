@@ -52,6 +52,7 @@ def compare(logits, targets, upstream=1.0, **options):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, device):
+    """`compare` asserts it."""
     rows, vocab = shape
     ignored = range(0, rows, 3) if rows > 1 else ()
     compare(
@@ -60,16 +61,19 @@ def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, dev
 
 
 def test_a_vocabulary_of_128256(triton, random, device):
+    """`compare` asserts it."""
     compare(random(1, 128256), draw_targets((1,), 128256, device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, triton, random, device):
+    """`compare` asserts it."""
     compare(random(3, 257, dtype=dtype), draw_targets((3,), 257, device), upstream=0.25, z_loss=1e-3)
 
 
 @pytest.mark.parametrize("vocab", [7, BLOCK + 3])
 def test_smoothing_in_float64_is_not_rounded_to_float32(vocab, triton, random, device):
+    """`compare` asserts it."""
     logits, options = random(3, vocab, dtype=torch.float64), {"label_smoothing": 0.1, "z_loss": 1e-2}
     compare(logits, draw_targets((3,), vocab, device), **options)
 
@@ -78,6 +82,7 @@ def test_smoothing_in_float64_is_not_rounded_to_float32(vocab, triton, random, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(4097, 7), (127, 257), (127, 50257), (33, 128256)])
 def test_large_shapes(shape, dtype, triton, random, device):
+    """`compare` asserts it."""
     compare(random(*shape, dtype=dtype), draw_targets(shape[:1], shape[1], device, [0]), label_smoothing=0.1)
 
 

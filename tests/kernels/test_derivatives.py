@@ -32,6 +32,7 @@ def test_a_gradient_penalty_raises_instead_of_taking_gradients_for_constants(nam
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_reference_has_second_derivatives(name, random):
     loss, slope = _slope(name, "reference", random)
+    assert slope.requires_grad
     (loss + slope.square().sum()).backward()
 
 

@@ -52,6 +52,7 @@ def compare(hidden, weight, targets, upstream=1.0, slack=1.0, **options):
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 5, 6, None])
 @pytest.mark.parametrize("vocab", [1, 7, 257])
 def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows, vocab, triton, random, device):
+    """`compare` asserts it."""
     targets = draw_targets((5,), vocab, device, [2])
     compare(random(5, 12), random(vocab, 12), targets, upstream=0.5, chunk_rows=chunk_rows)
 
@@ -60,6 +61,7 @@ def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows
     "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"reduction": "sum", "z_loss": 1e-2, "ignore_index": 4}]
 )
 def test_options(options, triton, random, device):
+    """`compare` asserts it."""
     for dtype in (torch.float32, torch.float64):
         hidden, weight = random(2, 3, 12, dtype=dtype), random(33, 12, dtype=dtype)
         compare(hidden, weight, draw_targets((2, 3), 33, device), chunk_rows=4, **options)
@@ -68,6 +70,7 @@ def test_options(options, triton, random, device):
 @pytest.mark.parametrize("vocab", [50257, 8192 + 64])
 def test_large_vocabularies(vocab, triton, random, device):
     # A product of so few rows adds its 50,257 terms one after the other: 6e-5 off, as PyTorch's own fp32 loss is.
+    """`compare` asserts it."""
     compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=64, chunk_rows=1)
 
 
@@ -145,6 +148,7 @@ def test_the_weight_s_gradient_is_summed_in_fp32(who, triton, device):
 
 @pytest.mark.gpu
 def test_large_shapes(triton, random, device):
+    """`compare` asserts it."""
     torch.backends.cuda.matmul.allow_tf32 = False
     hidden, weight = random(4097, 64), random(50257, 64) / 8
     compare(hidden, weight, draw_targets((4097,), 50257, device, [1]), slack=8, chunk_rows=1000)

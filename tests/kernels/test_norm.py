@@ -66,6 +66,7 @@ def drawn(operation, random, shape, dtype=torch.float32, with_residual=True):
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape, triton, random):
+    """`compare` asserts it."""
     compare(operation, *drawn(operation, random, shape, with_residual=shape[0] % 2 == 1))
 
 
@@ -74,6 +75,7 @@ def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(3, 5), (7, 768)])
 def test_results_of_other_dtypes_are_rounded_once(operation, dtype, shape, triton, random):
+    """`compare` asserts it."""
     compare(operation, *drawn(operation, random, shape, dtype))
 
 
@@ -83,6 +85,7 @@ def test_results_of_other_dtypes_are_rounded_once(operation, dtype, shape, trito
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", LARGE)
 def test_large_shapes(operation, dtype, shape, triton, random):
+    """`compare` asserts it."""
     compare(operation, *drawn(operation, random, shape, dtype))
 
 
@@ -98,7 +101,7 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("width", "dtypes"), [(128, (torch.float32,)), (200, (torch.bfloat16, torch.float64))])
 def test_rows_too_wide_to_be_held(operation, width, dtypes, triton, random, monkeypatch):
-    """Strips that are full and not, at a hundredth of the width that they begin at."""
+    """Strips that are full and not, at a hundredth of the width that they begin at; `compare` asserts it."""
     for name in ("HELD", "STRIP"):
         monkeypatch.setattr(norm_kernels, name, 64)
     monkeypatch.setattr(norm_kernels, "PART_BYTES", 5 * width * 4 * 2)  # a part of 5 fp32 rows, another of 2
@@ -108,12 +111,14 @@ def test_rows_too_wide_to_be_held(operation, width, dtypes, triton, random, monk
 
 @pytest.mark.parametrize(("operation", "shape"), [("rms_norm", (1, 65536)), ("layer_norm", (4097, 1))])
 def test_the_widest_rows_and_the_most(operation, shape, triton, random):
+    """`compare` asserts it."""
     compare(operation, {"x": random(*shape)}, [random(*shape)])
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("width", [5, 9000])
 def test_without_a_weight(operation, width, triton, random):
+    """`compare` asserts it."""
     compare(operation, {"x": random(3, width)}, [random(3, width)])
 
 
@@ -157,6 +162,7 @@ def test_any_leading_shape_and_no_rows(operation, shape, triton, random):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_extreme_values(operation, triton, random):
+    """`compare` asserts it."""
     for x in (
         random(3, 64).sign() * 1e4,
         random(3, 64) * 1e-4,

@@ -36,12 +36,14 @@ def compare(q, k, random, dtype=torch.float32):
     "shape", [(1, 1, 1, 1, 2), (2, 3, 1, 5, 6), (1, 5, 2, 3, 64), (1, 40, 40, 2, 128), (2, 2, 2, 0, 8), (0, 1, 1, 3, 8)]
 )
 def test_values_and_gradients_are_the_formula_s(shape, triton, random):
+    """`compare` asserts it."""
     B, H, K, T, D = shape
     compare(random(B, H, T, D), random(B, K, T, D), random)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, triton, random):
+    """`compare` asserts it."""
     tables_in = torch.float64 if dtype == torch.float64 else torch.float32
     compare(random(2, 3, 5, 8, dtype=dtype), random(2, 1, 5, 8, dtype=dtype), random, tables_in)
 
@@ -49,6 +51,7 @@ def test_other_dtypes(dtype, triton, random):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_shapes(dtype, triton, random):
+    """`compare` asserts it."""
     compare(random(3, 127, 32, 128, dtype=dtype).transpose(1, 2), random(3, 8, 127, 128, dtype=dtype), random)
 
 

@@ -23,10 +23,12 @@ def compare(gate, up, random):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (127, 64), (4097, 1), (1, 65536), (2, 3, 768), (0, 8), (7,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_the_formula_s(shape, dtype, triton, random):
+    """`compare` asserts it."""
     compare(random(*shape, dtype=dtype), random(*shape, dtype=dtype), random)
 
 
 def test_other_precisions_and_extreme_values(triton, random):
+    """`compare` asserts it."""
     gate = (random(4, 33) * 30).half()
     gate[0, :4] = torch.tensor([1e4, -1e4, 0.0, -0.0])
     compare(gate, random(4, 33, dtype=torch.float16), random)
@@ -37,6 +39,7 @@ def test_other_precisions_and_extreme_values(triton, random):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_shapes(dtype, triton, random):
+    """`compare` asserts it."""
     compare(random(4097, 11008, dtype=dtype), random(4097, 11008, dtype=dtype), random)
 
 
@@ -48,6 +51,7 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
 
 
 def test_halves_of_one_projection_and_other_strides(triton, random):
+    """`compare` asserts it."""
     gate, up = random(2, 3, 80).chunk(2, dim=-1)
     compare(gate, up, random)
     compare(random(5, 4).mT, random(4, 5), random)

@@ -133,6 +133,7 @@ def _slots_of_two_devices(monkeypatch):
 
 
 def test_a_slot_that_another_device_has_used_is_written_after_that(monkeypatch):
+    """`_slots_of_two_devices` raises `Hazard` if not."""
     _slots_of_two_devices(monkeypatch)
 
 

@@ -266,6 +266,7 @@ def another_world(comm, name):
 
 @pytest.mark.parametrize("name", ["zero1-torch", "fsdp2"])
 def test_a_communicator_of_another_world_is_refused(name, gloo_ranks):
+    """`another_world` asserts it."""
     gloo_ranks(2).run(another_world, name)
 
 
@@ -288,6 +289,7 @@ def refused_by_name(comm):
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(gloo_ranks):
+    """`refused_by_name` asserts it."""
     gloo_ranks(1).run(refused_by_name)
 
 
@@ -300,5 +302,6 @@ def wrong_shape(comm, path):
 
 
 def test_loading_another_model_names_the_tensor(gloo_ranks, tmp_path: Path):
+    """`saved` asserts it."""
     gloo_ranks(2).run(saved, "fsdp2", tmp_path / "c")
     gloo_ranks(2).run(wrong_shape, tmp_path / "c")

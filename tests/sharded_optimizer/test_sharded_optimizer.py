@@ -384,7 +384,7 @@ def _late_backward(comm: Communicator) -> None:
 
 
 def test_autograd_sees_weights_change_on_every_rank(gloo_ranks):
-    """Backward through a forward of the weights before the step is refused, on owners and on the others."""
+    """`_late_backward` asserts that backward through a forward of the weights before the step is refused."""
     run_threads(_late_backward, 2)
     gloo_ranks(2).run(_late_backward)
 

@@ -63,10 +63,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, list[Non
     named = any(f"::{metafunc.function.__name__}[" in word for word in metafunc.config.args)
     if not (metafunc.config.getoption("soak") or named):
         marks, before = metafunc.definition, len(metafunc._calls)
-        metafunc._calls = thinned(metafunc._calls, marks.get_closest_marker("pairwise"))
         redundant = marks.get_closest_marker("redundant")
         if redundant is not None and redundant.kwargs:
-            metafunc._calls = those_but(metafunc._calls, redundant.kwargs["but"], metafunc.definition.nodeid)
+            metafunc._calls = those_but(metafunc._calls, redundant.kwargs["but"], marks.nodeid)
+        else:
+            metafunc._calls = thinned(metafunc._calls, marks.get_closest_marker("pairwise"))
         _left_out += before - len(metafunc._calls)
     return found
 

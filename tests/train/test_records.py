@@ -182,11 +182,12 @@ def test_a_run_is_a_line_at_the_first_the_last_and_each_interval_and_for_each_ev
     ]
 
 
-def test_a_console_that_is_closed_is_written_nowhere(monkeypatch):
+def test_a_console_that_is_closed_is_written_nowhere(monkeypatch, capfd):
     monkeypatch.setattr("sys.stdout", None)
     console = ConsoleRecorder(max_steps=2)
     console.on_step(a_record(step=1))
     console.on_end({"status": "ok"})
+    assert capfd.readouterr() == ("", "")
 
 
 def test_on_a_terminal_each_step_replaces_a_line_that_gives_way_to_others(monkeypatch):

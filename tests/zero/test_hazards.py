@@ -170,6 +170,7 @@ AROUND = {
 def test_nothing_is_touched_before_what_it_must_wait_for(
     stage, prefetch, accumulation, shard_size, bfloat16, path, around, monkeypatch
 ):
+    """`_train` raises `Hazard` if it is."""
     num_micro, accumulate = accumulation
     case = Case(stage, prefetch, num_micro, accumulate, shard_size, bfloat16, path, *AROUND[around])
     if case.reproducible is not None:

@@ -27,4 +27,5 @@ def test_pieces_end_where_parts_do(whole):
 
 
 def test_numbers_that_lay_out_nothing_are_refused_by_name():
+    """`require_whole_numbers` asserts it."""
     require_whole_numbers(FlatLayout.of, ["alignment", "parts"])

@@ -80,13 +80,13 @@ def in_place(net, backend):
     return net
 
 
-def trained(stage, compiles=None, before=False, num_ranks=2, dtype=None, changes=None, **kwargs):
+def trained(stage, compiles=None, before=False, num_ranks=2, num_blocks=NUM_BLOCKS, dtype=None, changes=None, **kwargs):
     """Losses of four steps and the last weights; graphs after each step and after an evaluation; breaks.
 
     ``changes``: what becomes of the weights after each step.
     """
     torch.manual_seed(0)
-    net, counts = Net(NUM_BLOCKS, Block, **kwargs), Counts()
+    net, counts = Net(num_blocks, Block, **kwargs), Counts()
     called = net
     if compiles and before:
         called = compiles(net, counts)
@@ -147,15 +147,17 @@ def called_in_part(zero):
         assert not block(torch.ones(4, 6, dtype=block.linear.weight.dtype)).isnan().any()
 
 
-@pytest.mark.pairwise("stage", "compiles")
-@pytest.mark.parametrize("changes", [None, written, loaded, called_in_part])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
-@pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
-@pytest.mark.parametrize("compiles", [whole, whole_forward, in_place])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "compiles", "before", "path", "dtype", "changes"),
+    [
+        (0, in_place, False, None, torch.bfloat16, written),
+        (1, whole, True, None, None, None),
+        (2, whole_forward, False, None, None, loaded),
+        (3, whole, True, recomputed, torch.bfloat16, called_in_part),
+    ],
+)
 def test_on_one_rank_a_compiled_model_is_one_graph_of_current_weights(stage, compiles, before, path, dtype, changes):
-    kwargs = {"num_ranks": 1, "dtype": dtype, "changes": changes, **({"path": path} if path else {})}
+    kwargs = {"num_ranks": 1, "num_blocks": 3, "dtype": dtype, "changes": changes, **({"path": path} if path else {})}
     expected, _, _ = trained(stage, **kwargs)
     found, graphs, _ = trained(stage, compiles, before, **kwargs)
     same(found, expected)
@@ -173,10 +175,9 @@ def test_a_compiled_model_has_a_graph_for_the_blocks_and_for_each_layer_around_t
     assert breaks <= 2  # before the first block: where the model calls its path, and where the path calls the block
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_parts_of_units_that_a_compiled_model_calls_have_their_weights(stage):
-    expected, _, _ = trained(stage, path=by_parts)
-    found, graphs, _ = trained(stage, model, path=by_parts)
+def test_parts_of_units_that_a_compiled_model_calls_have_their_weights():
+    expected, _, _ = trained(3, path=by_parts)
+    found, graphs, _ = trained(3, model, path=by_parts)
     same(found, expected)
     assert graphs[1:4] == graphs[1:2] * 3
 

@@ -18,6 +18,7 @@ def _aligned(shapes, world_size):
 @pytest.mark.parametrize("make", [_layout, _aligned])
 @given(SHAPES, st.integers(1, 9))
 def test_ranks_own_every_element_exactly_once(make, shapes, world_size):
+    """`require_one_owner` asserts it."""
     require_one_owner(make(shapes, world_size))
 
 

@@ -201,6 +201,8 @@ def test_a_parameter_that_was_resized_in_place_is_named(stage):
 
 
 def test_a_module_that_left_again_may_be_trained_elsewhere():
+    """`_train` raises `Hazard` if it is."""
+
     def run(comm):
         model, zero = _engine(comm, 3)
         optimizer = zero.optimizer(torch.optim.AdamW)

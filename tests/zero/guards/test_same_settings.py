@@ -70,6 +70,8 @@ def _frozen(model):
     ],
 )
 def test_different_arguments_and_models_are_refused_on_every_rank(arguments, part):
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         given = {"stage": 3, **arguments[comm.rank]}
         model = _frozen(_model()) if given.pop("frozen", False) else _model()
@@ -103,6 +105,8 @@ def test_different_optimizers_are_refused_before_the_first_step(stage, optimizer
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("during_a_step_alone", [False, True])
 def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(stage, during_a_step_alone):
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         model, _, optim = _engine(comm, stage)
         if during_a_step_alone:
@@ -120,6 +124,8 @@ def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(s
 
 
 def test_optimizers_that_the_user_made_are_compared_too():
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         model = _model()
         optim = (torch.optim.SGD if comm.rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
@@ -130,6 +136,8 @@ def test_optimizers_that_the_user_made_are_compared_too():
 
 
 def test_replicas_of_different_settings_are_refused():
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         model, _, _ = _engine(comm, 3, shard_size=2, lr=0.1 if comm.rank < 2 else 0.2)
         _backward(model)
@@ -138,6 +146,8 @@ def test_replicas_of_different_settings_are_refused():
 
 
 def test_a_replica_that_leaves_a_step_out_is_refused():
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         model, _, optim = _engine(comm, 1, shard_size=2)
         _backward(model)
@@ -149,6 +159,8 @@ def test_a_replica_that_leaves_a_step_out_is_refused():
 
 
 def test_ranks_that_change_to_different_stages_are_refused():
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         _engine(comm, 0)[1].restage(0 if comm.rank else 1)
 
@@ -183,6 +195,8 @@ def test_comparing_adds_no_collective_to_a_step():
     ],
 )
 def test_sharded_optimizers_that_differ_are_refused_when_they_are_made(kinds, rates, parts):
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         ShardedOptimizer(_model().parameters(), kinds[comm.rank], comm=comm, lr=rates[comm.rank])
 

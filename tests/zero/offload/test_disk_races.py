@@ -189,16 +189,19 @@ def _train(
     return sites
 
 
+@pytest.mark.redundant(but=["2-all on disk-1-restage"])
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.pairwise("place", "num_micro")
 def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro, around, monkeypatch, tmp_path):
+    """`_train` raises `Hazard` if it is."""
     monkeypatch.chdir(tmp_path)
     _train(monkeypatch, stage, place, num_micro, around)
 
 
+@pytest.mark.redundant(but=["True-1-weights on disk-1-restage"])
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
@@ -208,6 +211,7 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
 def test_streamed_weights_wait_for_what_they_must(
     walk_is_over, num_ranks, place, num_micro, around, monkeypatch, tmp_path
 ):
+    """`_train` raises `Hazard` if it is."""
     monkeypatch.chdir(tmp_path)
     _train(monkeypatch, 3, place, num_micro, around, num_ranks=num_ranks, walk_is_over=walk_is_over)
 
@@ -227,6 +231,7 @@ WAITS = [
 OTHERS = {"DiskStates._give_up"}
 
 
+@pytest.mark.redundant(but=["GradSlots._free_slot", "HostGrads.reduced"])
 @pytest.mark.parametrize("removed", WAITS, ids=lambda removed: " and ".join(sorted(removed)))
 def test_each_wait_that_is_removed_is_seen(removed, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -241,6 +246,7 @@ GATHERS_WAIT = {  # of what is gathered from the file the write is waited for, a
 }
 
 
+@pytest.mark.redundant(but=["weights on disk-2"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
 def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, monkeypatch, tmp_path):
@@ -384,6 +390,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.redundant(but=["a checkpoint of the file is taken in mid-update"])
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_seen(what, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -118,6 +118,7 @@ TIMES = {
 }
 
 
+@pytest.mark.redundant(but=["a large head-3-device-0"])
 @pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(("stage", "weights"), [*((stage, "device") for stage in STAGES), (3, "host")])
@@ -140,6 +141,7 @@ def test_a_step_waits_for_the_updates_that_the_forward_is_ahead_of_and_no_longer
     assert found == pytest.approx(exposed_s(units), abs=NO_TIME)
 
 
+@pytest.mark.redundant(but=["a fast host-0"])
 @pytest.mark.pairwise("times")
 @pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.soak) for stage in (1, 2))])
 @pytest.mark.parametrize("times", TIMES)

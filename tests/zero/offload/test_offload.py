@@ -159,6 +159,17 @@ PLACES = {
 _plain = {}
 
 
+@pytest.mark.redundant(
+    but=[
+        "1-0-AdamW-fp32-(1, None)--all-late",
+        "1-0-AdamW-bf16-(2, 'sharded')-reads-states on disk-at once",
+        "1-0-Adam-bf16-(2, 'local')-zeros-weights too-late",
+        "1-0-fused-fp32-(1, None)-torch's clips-grads stay-at once",
+        "1-2-AdamW-fp32-(2, 'local')-looks-all on disk-at once",
+        "2-0-AdamW-bf16-(2, 'local')-restage-grads on disk-thread",
+        "2-1-SGD-bf16-(2, 'local')-overflow-half-at once",
+    ]
+)
 @pytest.mark.pairwise("around", "executor")
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("place", PLACES)
@@ -306,6 +317,17 @@ def _meeting(comm, stage, what, offload):
     return zero.state_dict(), states, averages
 
 
+@pytest.mark.redundant(
+    but=[
+        "tied weights-0-late-host",
+        "whole tensors-2-late-all on disk",
+        "a class from elsewhere-0-late-host",
+        "int8 travels between nodes-2-thread-disk",
+        "a second copy-3-late-all on disk",
+        "replicas-0-thread-host",
+        "reproducible-2-late-disk",
+    ]
+)
 @pytest.mark.pairwise("place", "executor", "stage")
 @pytest.mark.parametrize("place", ["host", "disk", "all on disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
@@ -420,6 +442,7 @@ def test_the_first_units_of_the_forward_stay(fraction, away):
     assert Offload("device", "device", "device", fraction=fraction).units_away([10, 10, 10, 10]) == 0
 
 
+@pytest.mark.redundant(but=["at once-0-False", "compared at once-0-True"])
 @pytest.mark.pairwise("stage", "how")
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -47,6 +47,7 @@ def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
     return model, zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
+@pytest.mark.redundant(but=["0-device-1-False-device", "3-host-2-True-host"])
 @pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("bfloat16", [False, True])
@@ -91,6 +92,7 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
         zero.state_dict()
 
 
+@pytest.mark.redundant(but=["1-host"])
 @pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("stage", STAGES)

@@ -65,6 +65,7 @@ def _trained(offload, optimizer, around, dtype):
 _plain = {}
 
 
+@pytest.mark.redundant(but=["AdamW-accumulated-fp32-disk-late"])
 @pytest.mark.pairwise("optimizer", "place")
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("place", PLACES)
@@ -85,6 +86,13 @@ def test_steps_have_the_bits_of_those_without_offloading(
 ALONE = [what for what, (*_, settings) in MEETS.items() if not OF_RANKS & set(settings) and "nodes" not in what]
 
 
+@pytest.mark.redundant(
+    but=[
+        "weights that are trained later-thread-disk",
+        "two optimizers-late-host",
+        "an optimizer made without the engine-late-host",
+    ]
+)
 @pytest.mark.pairwise("executor", "place")
 @pytest.mark.parametrize("place", ["host", "disk"])
 @pytest.mark.parametrize("executor", ["late", "thread"])
@@ -116,6 +124,7 @@ def test_reproducible_steps_of_one_rank_have_the_same_bits(tmp_path):
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.redundant(but=["disk-2"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_no_more_units_than_are_gathered_ahead_have_weights(place, prefetch, monkeypatch, tmp_path):
@@ -163,6 +172,7 @@ class _Most(TorchDispatchMode):
         return result
 
 
+@pytest.mark.redundant(but=["bf16-True-1"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -216,6 +226,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
+@pytest.mark.redundant(but=["host-bf16-adapters"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -174,6 +174,7 @@ def _away(grads, **others):
     return Offload(grads=grads, path="states" if grads == "disk" else None, **others)
 
 
+@pytest.mark.redundant(but=["1-device-4-disk-True-2"])
 @pytest.mark.pairwise("stage", "weights", "num_ranks")
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
@@ -191,6 +192,7 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     guarded,  # noqa: F811
     monkeypatch,
 ):
+    """`_train` raises `Hazard` if it is."""
     _train(monkeypatch, stage, _away(grads, weights=weights), num_ranks, bfloat16=bfloat16, num_micro=num_micro)
 
 
@@ -198,6 +200,7 @@ SLOT_BYTES = 128  # less than a unit's gradients
 BOUND = 4 * SLOT_BYTES  # two slots up and two down
 
 
+@pytest.mark.redundant(but=["512-4"])
 @pytest.mark.pairwise("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("bound", [None, BOUND])
@@ -213,6 +216,7 @@ def test_frozen_weights_that_are_copied_up_are_loaded_once_no_copy_reads_them(
         _train(monkeypatch, 3, Offload(weights="host", pinned=bound), num_ranks, frozen=True)
 
 
+@pytest.mark.redundant(but=["3-device-1-none is"])
 @pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("bound", [BOUND, BOUND + 10_000, 100], ids=["slots", "some are locked", "none is"])
 @pytest.mark.parametrize("num_micro", [1, 2])
@@ -391,6 +395,9 @@ PLANTED = {
 }
 
 
+@pytest.mark.redundant(
+    but=["a slot is filled before it is moved", "a gradient is read from the file before it is there"]
+)
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_seen(what, guarded, monkeypatch):  # noqa: F811
     stage, grads, plant, *bound = PLANTED[what]

@@ -53,6 +53,8 @@ def engine(comm, stage):
 
 
 def test_replicas_of_all_tensors_are_those_of_one_process():
+    """`check` asserts it."""
+
     def rank_main(comm):
         zero = engine(comm, 0)
         return train(zero, zero.optimizer(Estimates))
@@ -62,6 +64,8 @@ def test_replicas_of_all_tensors_are_those_of_one_process():
 
 
 def test_a_checkpoint_keeps_what_it_has_estimated(tmp_path):
+    """`check` asserts it."""
+
     def rank_main(comm):
         zero = engine(comm, 0)
         train(zero, zero.optimizer(Estimates), range(6))
@@ -76,6 +80,7 @@ def test_a_checkpoint_keeps_what_it_has_estimated(tmp_path):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_trains_it_at_every_stage_and_changes_between_them(stage):
+    """`check` asserts it."""
     zero = engine(LocalCommunicator(), stage)
     optimizer = zero.optimizer(Estimates)
     train(zero, optimizer, range(6))

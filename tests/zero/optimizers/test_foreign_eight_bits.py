@@ -114,11 +114,13 @@ def check(cls, folder):
 
 
 def test_blocks_are_those_of_whole_tensors_at_each_stage_and_after_a_checkpoint(tmp_path):
+    """`check` asserts it."""
     check(Momentum8bit, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "PagedAdamW8bit", "AdamW"])
 def test_bitsandbytes(name, tmp_path):
+    """`check` asserts it."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     check(getattr(bitsandbytes.optim, name), tmp_path / "saved")
 
@@ -128,6 +130,7 @@ def test_bitsandbytes(name, tmp_path):
     "name", ["AdamW8bit", *(pytest.param(name, marks=pytest.mark.soak) for name in ("AdamW4bit", "AdamWFp8"))]
 )
 def test_torchao(name, tmp_path):
+    """`check` asserts it."""
     optim = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     with torch.compiler.set_stance("force_eager"):  # it compiles its step, for each shape
         check(getattr(optim, name), tmp_path / "saved")

@@ -175,6 +175,8 @@ def test_an_optimizer_made_by_hand_and_a_state_by_names_are_taken_over(tmp_path)
 
 
 def test_a_sharded_optimizer_keeps_it_too():
+    """`check` asserts it."""
+
     def made(comm):
         model = copy.deepcopy(FIRST)
         return model, ShardedOptimizer(model.parameters(), KeepsWhole, comm=comm)
@@ -201,6 +203,8 @@ def test_a_sharded_optimizer_keeps_it_too():
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_states_off_the_device_are_saved_and_resumed(place, cls, tmp_path):
+    """`check` asserts it."""
+
     def offload(folder):
         return Offload(place, path=tmp_path / folder if place == "disk" else None)
 

@@ -14,6 +14,7 @@ def _whole(shapes, world_size, loads=()):
 
 @given(SHAPES, st.integers(1, 9))
 def test_ranks_own_every_element_exactly_once(shapes, world_size):
+    """`require_one_owner` asserts it."""
     require_one_owner(_whole(shapes, world_size))
 
 
@@ -67,4 +68,5 @@ def test_ranks_that_own_less_elsewhere_come_first():
 
 
 def test_numbers_that_lay_out_nothing_are_refused_by_name():
+    """`require_whole_numbers` asserts it."""
     require_whole_numbers(whole_layout, ["parts"])
