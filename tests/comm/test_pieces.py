@@ -105,7 +105,7 @@ def test_operations_of_one_size_under_two_labels_have_two_topics():
 
 @pytest.mark.parametrize("theirs", [torch.int32, torch.float64])
 def test_ranks_whose_tensors_have_as_many_bytes_and_another_dtype_are_told(theirs):
-    transports = thread_transports(2, timeout_s=10)
+    transports = thread_transports(2, timeout_s=600)
 
     def on_rank(comm):
         ring = RingCommunicator(transport=transports[comm.rank])

@@ -214,7 +214,7 @@ class _CutOff(MemoryBoard):
 
     def post(self, key, value):
         if self.is_down.is_set():
-            self.back.wait(30)
+            assert self.back.wait(600)
         super().post(key, value)
 
 

@@ -150,7 +150,7 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
 
     def rank_of(rank, restarts):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        return meet(worlds[rank], timeout_s=10)
+        return meet(worlds[rank], timeout_s=600)
 
     kept = rank_of(0, 0)
     kept.set("left", "by the first world")

@@ -13,6 +13,15 @@ import pytest
 import forked
 
 WORLD_SIZE, PATIENCE_S = 3, 300.0
+# No rank is killed because it takes long to stop: what ends within `PATIENCE_S` has not waited for that.
+PROGRAM = """
+import sys
+from zeroshard import cli
+from zeroshard.launch import elastic
+
+elastic.SHUTDOWN_GRACE_S = elastic.SAVING_GRACE_S = 3600
+sys.exit(cli.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -27,7 +36,7 @@ def run(tmp_path):
         pipe = subprocess.PIPE
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         process = forked.Popen(
-            [sys.executable, "-m", "zeroshard", *words, *flags], env=env, stdout=pipe, stderr=pipe, text=True
+            [sys.executable, "-c", PROGRAM, *words, *flags], env=env, stdout=pipe, stderr=pipe, text=True
         )
         started.append(process)
         log = tmp_path / "run" / "metrics.jsonl"
@@ -80,7 +89,5 @@ def test_a_command_that_is_told_to_stop_does_not_wait_for_a_stopped_rank(run):
     process, ranks = run()
     ranks[1].send_signal(signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     process.communicate(timeout=PATIENCE_S)
-    assert time.monotonic() - began < 29  # after 30 s all would have been killed
     assert forked.still_running(ranks) == []

@@ -278,7 +278,7 @@ def test_a_token_file_that_is_cut_off_while_it_is_read_is_blamed_by_the_launcher
     metrics = tmp_path / "run" / "metrics.jsonl"
     with forked.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while not (metrics.exists() and "step_s" in metrics.read_text()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             for path in data.glob("*/*.bin"):

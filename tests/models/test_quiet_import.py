@@ -17,21 +17,21 @@ def imported_by_two(monkeypatch):
 
     def import_module(name):
         if name == "second":
-            entered.wait(10)  # the first one is inside
+            entered.wait(600)  # the first one is inside
         levels.append(logging.root.manager.disable)
         if name == "first":
-            entered.wait(10)
-            second_is_inside.wait(10)
+            entered.wait(600)
+            second_is_inside.wait(600)
         else:
-            second_is_inside.wait(10)
-            left.wait(10)  # the first one has left
+            second_is_inside.wait(600)
+            left.wait(600)  # the first one has left
         return name
 
     second_is_inside = Barrier(2)
 
     def first():
         quiet_import("first")
-        left.wait(10)
+        left.wait(600)
 
     monkeypatch.setattr(module, "import_module", import_module)
     threads = [Thread(target=first), Thread(target=quiet_import, args=("second",))]

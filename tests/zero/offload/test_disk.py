@@ -172,7 +172,7 @@ def test_the_next_unit_is_read_while_one_is_updated_and_no_other(path, monkeypat
     monkeypatch.setattr(disk, "_read", lambda file, path, into, at: began.append(at))
     region = disk.extent_bytes(SPEC)
     states.read(UNITS[0])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while len(began) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     assert began == [0, region]
@@ -272,13 +272,13 @@ def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(pa
     def read():
         with states.in_memory(UNITS[0]) as copies:
             entered.set()
-            left.wait(5)
+            assert left.wait(600)
             assert not taken.is_set()
             return [copy.clone() for copy in copies]
 
     with ThreadPoolExecutor(2) as pool:
         found = pool.submit(read)
-        entered.wait(60)
+        assert entered.wait(600)
         taking = pool.submit(lambda: (states.read(UNITS[2]), taken.set()))  # the next one is read ahead
         with pytest.raises(TimeoutError):
             taking.result(0.1)
@@ -389,7 +389,7 @@ def test_a_unit_is_read_once_its_input_is_there(path, monkeypatch):
     write = disk._write
 
     def slowly(*args):
-        assert begin.wait(60)
+        assert begin.wait(600)
         write(*args)
 
     monkeypatch.setattr(disk, "_write", slowly)
@@ -401,7 +401,7 @@ def test_a_unit_is_read_once_its_input_is_there(path, monkeypatch):
     walk.join(0.2)
     assert not read
     begin.set()
-    walk.join(60)
+    walk.join(600)
     assert same(read, given)
     states.settle()
     before = states.bytes_written
