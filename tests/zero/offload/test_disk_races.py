@@ -189,7 +189,7 @@ def _train(
     return sites
 
 
-@pytest.mark.redundant(but=["2-all on disk-1-restage"])
+@pytest.mark.redundant(but=["2-all on disk-1-restage", "1-disk-2-skipped"])
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", PLACES)

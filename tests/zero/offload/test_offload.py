@@ -168,6 +168,7 @@ _plain = {}
         "1-2-AdamW-fp32-(2, 'local')-looks-all on disk-at once",
         "2-0-AdamW-bf16-(2, 'local')-restage-grads on disk-thread",
         "2-1-SGD-bf16-(2, 'local')-overflow-half-at once",
+        "1-1-Adam-fp32-(2, 'local')-reads-grads on disk-late",
     ]
 )
 @pytest.mark.pairwise("around", "executor")

@@ -174,7 +174,9 @@ def _away(grads, **others):
     return Offload(grads=grads, path="states" if grads == "disk" else None, **others)
 
 
-@pytest.mark.redundant(but=["1-device-4-disk-True-2"])
+@pytest.mark.redundant(
+    but=["1-device-4-disk-True-2", "0-device-4-host-False-1", "3-host-4-disk-False-1", "3-device-4-host-True-2"]
+)
 @pytest.mark.pairwise("stage", "weights", "num_ranks")
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("bfloat16", [False, True])
@@ -216,7 +218,7 @@ def test_frozen_weights_that_are_copied_up_are_loaded_once_no_copy_reads_them(
         _train(monkeypatch, 3, Offload(weights="host", pinned=bound), num_ranks, frozen=True)
 
 
-@pytest.mark.redundant(but=["3-device-1-none is"])
+@pytest.mark.redundant(but=["3-device-1-none is", "0-device-1-slots"])
 @pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("bound", [BOUND, BOUND + 10_000, 100], ids=["slots", "some are locked", "none is"])
 @pytest.mark.parametrize("num_micro", [1, 2])

@@ -49,6 +49,7 @@ from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment,
 from zeroshard.lab.bench.settings import DeviceBench
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
 from zeroshard.profiling.devices import Layout
+from zeroshard.zero.offload.rank_files import file_of_rank
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WARM_S = 0.1  # each timing repeats its call for about this long (at most 2000 calls)
@@ -119,6 +120,8 @@ NUM_BESIDE = 4  # collectives in flight at once while computation overlaps with 
 
 def measure(rank: int, device: torch.device, comms: list[str], num_rounds: int, disk: str = "") -> dict[str, Any]:
     """Seconds of each case by round, of the slowest rank, with the amounts that turn them into rates."""
+    if disk:  # refused before all else is made ready, which takes seconds
+        file_of_rank(Path(disk).expanduser(), rank).close()
     order = random.Random(0)  # the same on every rank
     amounts: dict[str, float] = {}
     calls: dict[str, Callable[[], float]] = {}
