@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from zeroshard.kernels import use_kernels
 from zeroshard.kernels.state_codes import SCALES
 from zeroshard.optim import AdamW8bit, FlashAdamW
-from zeroshard.state_formats.formats import FORMATS
-from zeroshard.state_formats.operands import FormattedStates
+from zeroshard.zero.state_formats.formats import FORMATS
+from zeroshard.zero.state_formats.operands import FormattedStates
 
 Shapes = list[tuple[int, ...]]
 ONE: Shapes = [(1 << 24,)]

@@ -48,8 +48,8 @@ def _updates(numel: int) -> dict[str, Callable[[], object]]:
 
 def _comparisons(numel: int) -> dict[str, Callable[[], object]]:
     """The search, before an update, for what a user wrote into bf16 weights: by our kernel, by PyTorch."""
-    from zeroshard.changed_values import take_where_it_differs
     from zeroshard.kernels.written import carry_written
+    from zeroshard.zero.buffers.changed_values import take_where_it_differs
 
     master = torch.randn(numel, device=gpu_rows.DEVICE)
     written = master.bfloat16()

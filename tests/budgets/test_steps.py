@@ -26,9 +26,9 @@ from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.slab import room
-from zeroshard.state_formats.formats import FORMATS
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
+from zeroshard.zero.state_formats.formats import FORMATS
 from zeroshard.zero.whole_tensors.layout import WholeLayout
 
 SEQ_LEN = 32

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.changed_values import take_where_it_differs
 from zeroshard.kernels.written import BLOCK, carry_written
+from zeroshard.zero.buffers.changed_values import take_where_it_differs
 
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-40, float("nan")]
 

@@ -7,7 +7,6 @@ import torch
 
 from tiny_runs import events_of, train_on
 from zeroshard.comm import LocalCommunicator
-from zeroshard.ema.average import Ema
 from zeroshard.errors import UserError
 from zeroshard.inference.generate import load_for_text, run_generate
 from zeroshard.parallel import STRATEGIES
@@ -15,6 +14,7 @@ from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.setup.build import build_run
+from zeroshard.zero.ema.average import Ema
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,6 @@ BELOW_THE_CORE += [
 BELOW_ZERO = [
     *BELOW_THE_CORE,
     "balance.py",
-    "changed_values.py",
     "exact_sum.py",
     "meta_models.py",
     "named_shards.py",
@@ -44,10 +43,8 @@ OF_ZERO = {f"zero/{folder}" for folder in ("core", "buffers", "runtime", "optimi
 
 # folder -> (file, line that attaches it, what stands there without it)
 ATTACHED = {
-    "ema": [],  # `Zero.ema` finds it late, by its address
     "local_steps": [],  # an argument of `Zero` that attaches itself
     "sharded_optimizer": [],
-    "state_formats": [],  # found late, for states in another format
     "zero/compat": [
         ("zero/engine.py", "from zeroshard.zero.compat.module_methods import ModulePatches\n", ""),
         ("zero/engine.py", "        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))\n", ""),
@@ -56,6 +53,17 @@ ATTACHED = {
             "from zeroshard.zero.compat.module_methods import has_engine\n",
             "from zeroshard.zero.optimizers.adoption import has_owner as has_engine\n",
         ),
+    ],
+    "zero/ema": [
+        ("zero/engine.py", "from zeroshard.zero.ema.average import Ema\n", ""),
+        ("zero/engine.py", "from zeroshard.zero.ema.observer import attached\n", ""),
+    ],
+    "zero/state_formats": [
+        (
+            "zero/stepping/engine_optimizers.py",
+            "            from zeroshard.zero.state_formats.operands import attach, format_of  # late: for kernels\n",
+            "",
+        )
     ],
     "zero/offload": [  # an argument of `Zero` that attaches itself
         ("zero/__init__.py", "    from zeroshard.zero.offload.settings import Offload as Offload\n", "")

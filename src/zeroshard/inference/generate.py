@@ -28,7 +28,6 @@ from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.texts import ExampleText
 from zeroshard.data.joining import prompt_ids
 from zeroshard.data.tokenizer import TOKENIZER_FILE
-from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.models import LanguageModel, materialize, model_config
 from zeroshard.models.cache import KVCache
@@ -52,6 +51,7 @@ from zeroshard.train.setup.hugging_face import kept_folder, load_model_tokenizer
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
+from zeroshard.zero.ema.average import EMA
 
 _NEIGHBOURS = 8  # tokens on which the text of the next one may depend
 _ANSWER = "zeroshard-answer"  # stands for an answer: the template's text after it is the end of a turn

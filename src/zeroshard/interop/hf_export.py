@@ -29,7 +29,6 @@ from zeroshard.data import Tokenizer
 from zeroshard.data.portable import portable
 from zeroshard.data.special_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG, special_tokens_of
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
-from zeroshard.ema.average import EMA
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.interop import hf_folder_export
 from zeroshard.models import model_config
@@ -51,6 +50,7 @@ from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
+from zeroshard.zero.ema.average import EMA
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EMBEDDINGS = ("wte.weight", "embed_tokens.weight")

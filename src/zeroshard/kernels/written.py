@@ -1,4 +1,4 @@
-"""Carry what a user wrote into rounded weights to their master, in one pass: `zeroshard.changed_values`.
+"""Carry what a user wrote into rounded weights to their master, in one pass: `zeroshard.zero.buffers.changed_values`.
 
 PyTorch's operations read and write 43 bytes an element for it, three times as much as an optimizer's update; this reads
 6, and writes what has changed.

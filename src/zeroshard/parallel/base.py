@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
-from zeroshard.ema.average import Ema
 from zeroshard.local_steps.settings import LocalSteps
 from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.offload.settings import Offload
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
-from zeroshard.ema.average import EMA, Ema
 from zeroshard.named_shards import (
     NamedShard,
     ShardReader,
@@ -37,6 +36,7 @@ from zeroshard.named_shards import (
 from zeroshard.optimizer_classes.saved_states import grouped_facts, read_states, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.state_conversion import as_kept
+from zeroshard.zero.ema.average import EMA, Ema
 
 
 class DdpStrategy:

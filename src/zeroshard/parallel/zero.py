@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator
-from zeroshard.ema.average import Ema
 from zeroshard.parallel.base import Setup
 from zeroshard.zero import STAGES, MixedPrecision, Zero
+from zeroshard.zero.ema.average import Ema
 
 
 class ZeroStrategy:

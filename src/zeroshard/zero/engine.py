@@ -22,7 +22,6 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
-from zeroshard.lazily import loaded
 from zeroshard.meta_models import Init, loaded_later
 from zeroshard.named_shards import NamedShard, ShardReader, named_group
 from zeroshard.unit_choice import UnitChoice
@@ -32,6 +31,8 @@ from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
+from zeroshard.zero.ema.average import Ema
+from zeroshard.zero.ema.observer import attached
 from zeroshard.zero.kept_modules import cast_around
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
@@ -44,7 +45,6 @@ from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 
 if TYPE_CHECKING:
-    from zeroshard.ema.average import Ema
     from zeroshard.local_steps.outer_steps import OuterSteps
     from zeroshard.local_steps.settings import LocalSteps
     from zeroshard.zero.offload.settings import Offload
@@ -203,7 +203,7 @@ class Zero(Engine):
             params: parameters of the model, named or not, or group dicts of them; None: all.
             state_format: how states are kept between steps: "fp32" (as the class makes them), "bf16", or "int8" in
                 blocks, for element-wise classes of torch, whose step then runs unit by unit in fp32: see
-                `zeroshard.state_formats.formats`.
+                `zeroshard.zero.state_formats.formats`.
             **kwargs: the class's arguments, ``fused`` and ``foreach`` included.
 
         Raises:
@@ -280,8 +280,7 @@ class Zero(Engine):
         Raises:
             ValueError: a decay outside [0, 1), or there is an average already.
         """
-        # By its address: the average is attached, and lies one storey above.
-        return loaded("zeroshard.ema.observer", "attached")(self._runtime, self._optimizers.observers, decay)
+        return attached(self._runtime, self._optimizers.observers, decay)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""

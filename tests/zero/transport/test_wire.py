@@ -12,10 +12,10 @@ from exactness import same_bits
 from late import late
 from zero.transport.wire_runs import batch, net, steps
 from zeroshard import checkpoint
-from zeroshard.changed_values import bit_sums
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
 from zeroshard.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero.buffers.changed_values import bit_sums
 
 INT8 = MixedPrecision(gather="int8", reduce="int8", block=64)
 

@@ -33,15 +33,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zeroshard.changed_values import bit_sums_bytes
 from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
 from zeroshard.lab.predict.buffers import Buffer
-from zeroshard.state_formats.formats import FORMATS, STATES, StateFormat
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
+from zeroshard.zero.buffers.changed_values import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.disk import NUM_SLOTS, extent_bytes
 from zeroshard.zero.offload.grad_slots import NUM_GRAD_SLOTS
+from zeroshard.zero.state_formats.formats import FORMATS, STATES, StateFormat
 
 # category of a kind of state -> that of the same kind on the host
 HOST = {"params": "host_params", "master": "host_master", "grads": "host_grads", "optimizer": "host_optimizer"}

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from zeroshard.ema.average import EMA
 from zeroshard.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.parallel import Strategy
 from zeroshard.state_conversion import FullWeights
+from zeroshard.zero.ema.average import EMA
 
 
 class WeightsAlone:

@@ -24,11 +24,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.changed_values import bit_sums, take_where_it_differs
 from zeroshard.comm import empty_for
 from zeroshard.meta_models import Init
 from zeroshard.torch_internals import storage_id
 from zeroshard.wire_formats import DtypeFormat
+from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges

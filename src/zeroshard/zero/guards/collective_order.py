@@ -24,12 +24,12 @@ from itertools import zip_longest
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.changed_values import bit_sums
 from zeroshard.comm import PeerError
 from zeroshard.comm.agree import agreement, both_ends, digest_of, first_other, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.torch_internals import as_plain
+from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.rank_groups import RankGroups

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.changed_values import bit_sums
 from zeroshard.comm import Work, empty_for
 from zeroshard.comm.base import DONE
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.slab import Slab, room
+from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.core.strategy import SHARD

@@ -46,7 +46,7 @@ class LaterUpdates(Protocol):
 
 
 class StateFormat(Protocol):
-    """How states are kept between steps: `zeroshard.state_formats.formats.StateFormat` is one."""
+    """How states are kept between steps: `zeroshard.zero.state_formats.formats.StateFormat` is one."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class StateFormat(Protocol):
 
 
 class StatesInFormat(Protocol):
-    """States that another format keeps between steps: `zeroshard.state_formats.operands.FormattedStates` are."""
+    """States that another format keeps between steps: `zeroshard.zero.state_formats.operands.FormattedStates` are."""
 
     def parts(self, by_group: Lists) -> list[Lists]:
         """Divide pieces into parts on which the class steps in turn, so that few states are wide at a time."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.every_rank import call_of_every_rank
-from zeroshard.lazily import loaded
 from zeroshard.named_shards import NamedShard, ShardReader, restore_settings
 from zeroshard.optimizer_classes.description import described
 from zeroshard.optimizer_classes.kept_states import CHECKPOINT, KeptStates
@@ -63,12 +62,15 @@ class EngineOptimizers:
         self, optimizer_cls: type[Optimizer], params: Iterable[Any], kwargs: dict[str, Any], state_format: str
     ) -> Optimizer:
         """See `Zero.optimizer`."""
-        form = None
-        if state_format != "fp32":
-            form = loaded("zeroshard.state_formats.formats", "format_of")(optimizer_cls, state_format)
-        piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self, form)
-        if form is not None:
-            loaded("zeroshard.state_formats.operands", "attach")(piecewise, form)
+        if state_format == "fp32":
+            piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self)
+        else:
+            from zeroshard.zero.state_formats.operands import attach, format_of  # late: for kernels
+
+            form = format_of(optimizer_cls, state_format)
+            piecewise = PiecewiseOptimizer(optimizer_cls, params, kwargs, self._params, self, form)
+            if form is not None:
+                attach(piecewise, form)
         self._know(piecewise, states_are_cut=True)
         return piecewise.optimizer
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.changed_values import bit_sums, take_where_it_differs
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.lazily import loaded
 from zeroshard.wire_formats import Format, Rounding
+from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.transport.node_copy import TransportOverNodes

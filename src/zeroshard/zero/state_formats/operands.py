@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from zeroshard.kernels import random_rounding
 from zeroshard.kernels.random_rounding import StepNoise, decode_states, encode_states, nearest
 from zeroshard.kernels.state_codes import SCALES
-from zeroshard.state_formats.formats import STATES, StateFormat
 from zeroshard.zero.core.optimizer import State, StepOperands
 from zeroshard.zero.optimizers.operands import Lists
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
+from zeroshard.zero.state_formats.formats import STATES, StateFormat
+from zeroshard.zero.state_formats.formats import format_of as format_of
 
 Place = Callable[[Any], tuple[str, int]]  # of a piece: its parameter's name, and its first element there
 Kept = dict[str, list[Tensor]]  # by kind: the tensors in which a state that is wide now was kept
@@ -50,7 +51,7 @@ class FormattedStates(StepOperands):
     """Decodes the states of an optimizer's pieces for their step, and encodes them after it.
 
     Args:
-        optimizer: of a class that `zeroshard.state_formats.formats.format_of` accepts.
+        optimizer: of a class that `zeroshard.zero.state_formats.formats.format_of` accepts.
         form: the format.
         place: tells where a piece lies in its parameter.
     """

@@ -9,9 +9,9 @@ from torch import nn
 import zeroshard
 from soak import soaking
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.state_formats.formats import FORMATS, STATES
-from zeroshard.state_formats.operands import FormattedStates
 from zeroshard.zero import Offload, Zero
+from zeroshard.zero.state_formats.formats import FORMATS, STATES
+from zeroshard.zero.state_formats.operands import FormattedStates
 
 NUM_MICRO = 4
 NET = nn.Sequential(nn.Linear(7, 90), nn.Tanh(), nn.Linear(90, 5), nn.Linear(5, 4))
@@ -245,7 +245,7 @@ def test_one_units_states_are_wide_at_a_time(monkeypatch, narrow):
 @pytest.mark.parametrize("cls", STATES)
 def test_a_step_by_parts_has_the_bits_of_one_on_whole_pieces_and_few_states_are_wide(monkeypatch, cls, narrow):
     def stepped(most, offload=None):
-        monkeypatch.setattr("zeroshard.state_formats.operands.most_at_once", lambda _: most)
+        monkeypatch.setattr("zeroshard.zero.state_formats.operands.most_at_once", lambda _: most)
         net, seen = copy.deepcopy(NET), [0]
         zero = Zero(net, 2, [net[0], net[2]], LocalCommunicator(), offload=offload)
         optimizer = zero.optimizer(cls, state_format=narrow, lr=1e-2, **HOW.get(cls, {}))

@@ -6,8 +6,8 @@ from torch import nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.ema.average import Ema
 from zeroshard.zero import STAGES, MixedPrecision, ShardingStrategy, Zero
+from zeroshard.zero.ema.average import Ema
 
 DECAY = 0.9
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroshard.lazily import loaded
-
 _CHUNK = 1 << 22  # elements that are compared at a time: little memory compared with the weights
 _CHUNK_ON_CPU = 1 << 17  # elements that fit into a cache
 _ROW_WORDS = 251  # 64-bit words in a row of `bit_sums`
@@ -50,12 +48,11 @@ def take_where_it_differs(master: Tensor, written: Tensor, shown: Tensor | None 
     Returns:
         Whether some elements differed; on a GPU whether they may have, because the host does not wait for it.
     """
-    if (
-        shown is None
-        and master.device.type == "cuda"
-        and loaded("zeroshard.kernels.written", "carried")(master, written)
-    ):
-        return True
+    if shown is None and master.device.type == "cuda":
+        from zeroshard.kernels.written import carried  # late: it imports Triton
+
+        if carried(master, written):
+            return True
     length = _CHUNK_ON_CPU if master.device.type == "cpu" else _CHUNK
     differs = False
     pieces = zip(master.split(length), written.split(length), strict=True)
