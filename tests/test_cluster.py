@@ -11,7 +11,7 @@ import yaml
 
 from pages import ROOT
 from zeroshard.cli import VERBS
-from zeroshard.flags import flags_of, read_flags
+from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from soak import examples
 from zeroshard.cli import VERBS, main
+from zeroshard.cli.flags import flags_of
 from zeroshard.errors import ExitStatus
-from zeroshard.flags import flags_of
 from zeroshard.launch.ending import Ending
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name
@@ -72,7 +72,7 @@ def nothing_lasts(monkeypatch, tmp_path):
     """Where a verb would train, start processes or queue a job, it stops; the current folder has two files."""
     monkeypatch.setattr("zeroshard.train.start.run_training", lambda *args: 0)
     monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", lambda *args, **kwargs: Ending(0))
-    monkeypatch.setattr("zeroshard.submit.submit", lambda config, words: "queued")
+    monkeypatch.setattr("zeroshard.cli.submit.submit", lambda config, words: "queued")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 100)
     (tmp_path / "settings.toml").write_text('seq_len = 16\n[data]\nsource = "synthetic"\n')

@@ -7,7 +7,7 @@ import pytest
 
 from pages import ROOT
 from zeroshard.cli import VERBS
-from zeroshard.flags import flags_of
+from zeroshard.cli.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import TrainConfig

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import forked
-from zeroshard.balance import largest_first
+from zeroshard.zero.whole_tensors.balance import largest_first
 
 
 def test_equal_sizes_are_shared_out():
@@ -24,7 +24,8 @@ def test_each_owner_is_told(): # runs the same lines
 
 
 def test_in_a_program():
-    code = "from zeroshard.balance import largest_first; assert largest_first([1, 1], [0, 3], alignment=4) == [0, 1]"
+    home = "zeroshard.zero.whole_tensors.balance"
+    code = f"from {home} import largest_first; assert largest_first([1, 1], [0, 3], alignment=4) == [0, 1]"
     assert forked.run([sys.executable, "-c", code]).returncode == 0
 """
 
@@ -102,8 +103,10 @@ def test_a_room_is_recorded_tried_and_chosen_from(tmp_path):
         return done.stdout + done.stderr
 
     assert "3 passed" in evidence("record", folder, str(tmp_path))
-    tried = evidence("try", folder, "--num", "40", "--below", "balance.py").splitlines()
-    assert any("seen     balance.py:23" in line and line.endswith("test_in_a_program") for line in tried), tried
+    tried = evidence("try", folder, "--num", "40", "--below", "zero/whole_tensors/balance.py").splitlines()
+    assert any(
+        "seen     zero/whole_tensors/balance.py:23" in line and line.endswith("test_in_a_program") for line in tried
+    ), tried
     assert "; 0 of " in tried[-1]
     assert "cover: 1 tests" in evidence("choose", folder)  # what it alone runs, and what the others see
 

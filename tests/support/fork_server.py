@@ -39,7 +39,7 @@ PRELOADED += ["zeroshard.inference.evaluation", "zeroshard.inference.generate", 
 PRELOADED += ["zeroshard.interop.hf_export", "zeroshard.interop.hf_import"]
 PRELOADED += ["zeroshard.train.state.checkpoint_command", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
 PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
-PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.doctor", "zeroshard.cli"]
+PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.cli.doctor", "zeroshard.cli"]
 
 
 def main(path: str) -> None:

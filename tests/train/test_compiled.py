@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from tiny_runs import built
+from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.comm.backends.null import NullCommunicator
 from zeroshard.errors import UserError
-from zeroshard.flags import flags_of, read_flags
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run

@@ -2,8 +2,8 @@
 
 import pytest
 
+from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.errors import UserError
-from zeroshard.flags import flags_of, read_flags
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate

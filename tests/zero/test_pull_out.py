@@ -30,13 +30,8 @@ BELOW_THE_CORE += [
 ]
 BELOW_ZERO = [
     *BELOW_THE_CORE,
-    "balance.py",
-    "exact_sum.py",
-    "meta_models.py",
     "named_shards.py",
-    "nested_tensors.py",
     "optimizer_classes",
-    "unit_choice.py",
 ]
 # `Zero` is made of these: its attributes and methods are theirs
 OF_ZERO = {f"zero/{folder}" for folder in ("core", "buffers", "runtime", "optimizers", "stepping", "state")}

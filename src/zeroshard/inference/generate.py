@@ -40,7 +40,7 @@ from zeroshard.models.hugging_face.folder import (
     text_files,
 )
 from zeroshard.named_shards import NamedShard, ShardReader, read_whole
-from zeroshard.state_conversion import FullWeights
+from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust

@@ -37,9 +37,9 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.named_shards import ShardReader
+from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.regular_files import link_in
 from zeroshard.sizes import parse_size
-from zeroshard.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust

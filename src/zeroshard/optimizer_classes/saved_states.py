@@ -29,7 +29,10 @@ def blocks_of(interval: tuple[int, int], block: int) -> tuple[int, int]:
 
 
 def may_need_conversion(make: partial[Optimizer], kinds: Iterable[str]) -> bool:
-    """Whether saved kinds of state may have another form than the class keeps: `zeroshard.state_conversion` knows."""
+    """Whether saved kinds of state may have another form than the class keeps.
+
+    `zeroshard.optim.state_conversion` knows.
+    """
     of_torch = getattr(make.func, "__module__", "").startswith("torch.optim")  # these classes keep no codes
     return any(kind.endswith(CODES) or not of_torch for kind in kinds if kind not in MODEL_KINDS)
 

@@ -38,6 +38,7 @@ from zeroshard.named_shards import (
     restore_groups,
     tied_names,
 )
+from zeroshard.optim.state_conversion import as_kept
 from zeroshard.optimizer_classes.kept_states import alike
 from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup

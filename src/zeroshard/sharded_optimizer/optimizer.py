@@ -356,7 +356,8 @@ class ShardedOptimizer(Optimizer):
         others = {key: value for key, value in state_dict["state"].items() if key not in facts}
         state_dict["state"] = {key: flat(state) for key, state in state_dict["state"].items() if key in facts}
         if any(may_need_conversion(make, state) for state in state_dict["state"].values()):
-            as_kept = loaded("zeroshard.state_conversion", "state_dict_as_kept")  # by its address: it imports kernels
+            # by its address: it imports kernels
+            as_kept = loaded("zeroshard.optim.state_conversion", "state_dict_as_kept")
             state_dict = as_kept(make, self.param_groups, state_dict, facts)
             saved_groups = state_dict["param_groups"]
         named = {f"parameter {number}": state for number, state in state_dict["state"].items()}

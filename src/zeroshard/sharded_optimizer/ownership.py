@@ -1,6 +1,7 @@
 """Assigns whole tensors to owner ranks, and packs them into buckets that their owners broadcast. Pure arithmetic.
 
-Owners: largest tensor first, each to the rank that owns the fewest bytes so far (`zeroshard.balance`).
+Owners: largest tensor first, each to the rank that owns the fewest bytes so far
+(`zeroshard.zero.whole_tensors.balance`).
 
 Buckets: an owner's tensors are packed, in their order, into buckets of at most ``bucket_bytes``; a tensor of that size
 or more has a bucket of its own. The buckets of all owners alternate:
@@ -16,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from zeroshard.balance import largest_first
+from zeroshard.zero.whole_tensors.balance import largest_first
 
 
 @dataclass(frozen=True, slots=True)

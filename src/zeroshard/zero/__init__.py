@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from zeroshard.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
     from zeroshard.local_steps.settings import LocalSteps as LocalSteps
-    from zeroshard.meta_models import DrawsParts as DrawsParts
-    from zeroshard.meta_models import loaded_later as loaded_later
     from zeroshard.named_shards import NamedShard as NamedShard
     from zeroshard.named_shards import ShardReader as ShardReader
     from zeroshard.optimizer_classes.requirements import OptimizerKind as OptimizerKind
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
+    from zeroshard.zero.meta_models import DrawsParts as DrawsParts
+    from zeroshard.zero.meta_models import loaded_later as loaded_later
     from zeroshard.zero.offload.settings import Offload as Offload
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups

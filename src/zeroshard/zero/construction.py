@@ -15,18 +15,18 @@ from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.module_buffers import BufferSync
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
-from zeroshard.meta_models import Init, materialise
 from zeroshard.torch_internals import is_traceable_wrapper_subclass
-from zeroshard.unit_choice import UnitChoice, describe_units
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
 from zeroshard.zero.kept_modules import kept_params
+from zeroshard.zero.meta_models import Init, materialise
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups, check_wire
 from zeroshard.zero.transport.members import ALL
+from zeroshard.zero.unit_choice import UnitChoice, describe_units
 
 _log = logging.getLogger("zeroshard.zero")
 _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

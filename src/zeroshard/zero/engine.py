@@ -24,7 +24,6 @@ from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.meta_models import Init, loaded_later
 from zeroshard.named_shards import NamedShard, ShardReader, named_group
-from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.unit import Unit
@@ -34,6 +33,7 @@ from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_st
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.ema.observer import attached
 from zeroshard.zero.kept_modules import cast_around
+from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
@@ -43,6 +43,7 @@ from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 from zeroshard.zero.stepping.reproducible import ReproducibleSteps
+from zeroshard.zero.unit_choice import UnitChoice
 
 if TYPE_CHECKING:
     from zeroshard.local_steps.outer_steps import OuterSteps

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import nearest_name
-from zeroshard.nested_tensors import cast, tensors_in
 from zeroshard.torch_internals import own_parameters
+from zeroshard.zero.nested_tensors import cast, tensors_in
 from zeroshard.zero.precision import MixedPrecision
 
 

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from nets import TiedHead
-from zeroshard.meta_models import materialise
-from zeroshard.unit_choice import describe_units
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.partition import partition
+from zeroshard.zero.meta_models import materialise
+from zeroshard.zero.unit_choice import describe_units
 
 TIED = TiedHead()
 

@@ -12,8 +12,8 @@ import zeroshard
 from soak import soaking
 from zeroshard import MixedPrecision, Zero
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.exact_sum import ExactGradientSum
 from zeroshard.optim import MuonAdamW, muon_groups
+from zeroshard.zero.transport.exact_sum import ExactGradientSum
 
 MICRO_BATCHES = 8
 STEPS = 3

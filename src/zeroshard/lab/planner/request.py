@@ -24,8 +24,8 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.profiling.devices import FP8
 from zeroshard.sizes import parse_size
-from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision, Offload
+from zeroshard.zero.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 

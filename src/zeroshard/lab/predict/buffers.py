@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.unit_choice import UnitChoice
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.partition import partition
 from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import Exemption, MixedPrecision
+from zeroshard.zero.unit_choice import UnitChoice
 from zeroshard.zero.whole_tensors.layout import whole_layout
 
 

@@ -26,7 +26,6 @@ from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Lane, Mark, NoStreams
-from zeroshard.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.conversions import BufferFormats
@@ -45,6 +44,7 @@ from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.offload.host_params import free_after_use
 from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.transport.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.members import ALL
 

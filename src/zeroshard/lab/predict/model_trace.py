@@ -54,12 +54,12 @@ from zeroshard.models.attention import as_on_gpu
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.torch_internals import in_backward
-from zeroshard.unit_choice import UnitChoice, choose_units
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.kept_modules import cast_around, kept_params
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
+from zeroshard.zero.unit_choice import UnitChoice, choose_units
 
 COMPILED = "compiled", "in pieces"  # kinds of ``device_type``
 SCRATCH = -1  # stands for a storage that an operation allocates and frees

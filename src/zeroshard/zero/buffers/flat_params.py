@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import empty_for
-from zeroshard.meta_models import Init
 from zeroshard.torch_internals import storage_id
 from zeroshard.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
@@ -42,6 +41,7 @@ from zeroshard.zero.core.weights import (
     Weights,
     WeightTransport,
 )
+from zeroshard.zero.meta_models import Init
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 

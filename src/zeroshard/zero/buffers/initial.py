@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import labelled
-from zeroshard.meta_models import DrawsParts, Init, loaded_later
 from zeroshard.zero.core.weights import Weights, broadcast_values
+from zeroshard.zero.meta_models import DrawsParts, Init, loaded_later
 
 
 def initial_values(weights: Weights, flat: Tensor, init: Init | None, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.meta_models import Init
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import FlatParams
@@ -26,6 +25,7 @@ from zeroshard.zero.core.layout import ALIGNMENT
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.units import Group, Named, groups_of
 from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.meta_models import Init
 from zeroshard.zero.precision import Exemption, MixedPrecision
 from zeroshard.zero.rank_groups import RankGroups
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.meta_models import Init
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import BufferFacts, Members
@@ -25,6 +24,7 @@ from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.units import Named
 from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.meta_models import Init
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.executor import Executor, Job, Update
 from zeroshard.zero.offload.grad_slots import GradSlots

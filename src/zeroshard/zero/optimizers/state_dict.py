@@ -150,7 +150,8 @@ def cut_into_pieces(piecewise: PiecewiseOptimizer, state_dict: Mapping[str, Any]
     if any(may_need_conversion(piecewise.make, state) for state in state_dict["state"].values()):
         by_name = {fact.name: fact for facts in piecewise.facts() for fact in facts}
         facts = {key: by_name[piecewise.sharded.name(param)] for param, key in _pairs(piecewise, saved_groups)}
-        as_kept = loaded("zeroshard.state_conversion", "state_dict_as_kept")  # by its address: few dicts are converted
+        # by its address: few dicts are converted
+        as_kept = loaded("zeroshard.optim.state_conversion", "state_dict_as_kept")
         state_dict = as_kept(piecewise.make, piecewise.optimizer.param_groups, state_dict, facts)
         saved_groups = state_dict["param_groups"]
     saved = {

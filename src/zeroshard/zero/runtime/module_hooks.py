@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.nested_tensors import cast, tensors_in
 from zeroshard.torch_internals import (
     at_end_of_backward,
     base_of,
@@ -38,6 +37,7 @@ from zeroshard.torch_internals import (
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.core.hooks import UnitHooks, once_per_pass
+from zeroshard.zero.nested_tensors import cast, tensors_in
 
 NO_COPY = (
     "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "

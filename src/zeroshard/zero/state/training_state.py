@@ -103,7 +103,7 @@ def load_named_shards(
         names = (param.name for _, params in groups for param in params)
         if any(may_need_conversion(optimizer.make, reader.kinds(name)) for name in names):
             # By its address: few loads convert states, and what converts them knows the codes of kernels.
-            as_kept = loaded("zeroshard.state_conversion", "as_kept")
+            as_kept = loaded("zeroshard.optim.state_conversion", "as_kept")
             reader = as_kept(optimizer.make, groups, reader, say=runtime.rank_groups.world.rank == 0)
         kept.update(kept_by(optimizer.make, groups, reader))
     with torch.no_grad():

@@ -8,8 +8,8 @@ terms are added up. So the result depends neither on the order nor on which rank
     all-to-all  [W, n]    every rank's gradient of this rank's shard
     total       [n] x 2   sum and compensation (the rounding errors of all additions), in float64
 
-The total is rounded once: `zeroshard.exact_sum`. Shards are laid out, cut into pieces and added up for the norm as on
-``reproducible`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
+The total is rounded once: `zeroshard.zero.transport.exact_sum`. Shards are laid out, cut into pieces and added up for
+the norm as on ``reproducible`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
 
 Ranks exchange each micro-batch, as at stage 2. If they first added up their own, they would have to send two float64.
 """
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
-from zeroshard.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactGradientSum
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.transport.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactGradientSum
 
 
 class ExactReducer(StatefulReducer):

@@ -7,11 +7,11 @@ least so far, and all shards are as long as the longest::
     |--------------------|--------|-----------|........|          . padding
     |       rank 0       |       rank 1       |  ...
 
-So the longest shard is at most 4/3 of the shortest possible (`zeroshard.balance`), which is at least the largest
-tensor. A buffer with few tensors on many ranks would be mostly padding. There each shard is only as long as what its
-rank owns, and most ranks own nothing (`WholeLayout.intervals`). Each owner broadcasts its shard, and a reduction is an
-all-reduce of which each rank keeps its shard. That sends up to twice the bytes of a reduce-scatter of the same buffer,
-and fewer than a reduce-scatter of a buffer padded to equal shards.
+So the longest shard is at most 4/3 of the shortest possible (`zeroshard.zero.whole_tensors.balance`), which is at least
+the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There each shard is only as long as
+what its rank owns, and most ranks own nothing (`WholeLayout.intervals`). Each owner broadcasts its shard, and a
+reduction is an all-reduce of which each rank keeps its shard. That sends up to twice the bytes of a reduce-scatter of
+the same buffer, and fewer than a reduce-scatter of a buffer padded to equal shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard import rules
-from zeroshard.balance import largest_first
 from zeroshard.comm import Communicator, Work
 from zeroshard.comm.base import AllOf
 from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
@@ -36,6 +35,7 @@ from zeroshard.optimizer_classes.requirements import classify
 from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
 from zeroshard.zero.core.layout import ALIGNMENT, Piece, Slot
+from zeroshard.zero.whole_tensors.balance import largest_first
 
 MOSTLY_PADDING = 4
 """A buffer of whole tensors that would be longer than its parameters by more than this factor may have shards of

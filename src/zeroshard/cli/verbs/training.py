@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from zeroshard import process
+from zeroshard.cli.flags import take_option
+from zeroshard.cli.submit import SubmitConfig
+from zeroshard.cli.verbs.base import checked_settings, read_file, say
 from zeroshard.errors import ExitStatus, UserError, path_line, warn
-from zeroshard.flags import take_option
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.sizes import parse_nnodes
-from zeroshard.submit import SubmitConfig
 from zeroshard.train.config.command_settings import (
     EvalConfig,
     ExportConfig,
@@ -25,7 +26,6 @@ from zeroshard.train.config.command_settings import (
 )
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import require_data
-from zeroshard.verbs.base import checked_settings, read_file, say
 
 if TYPE_CHECKING:
     from zeroshard.launch.environment import NetnsNodes
@@ -215,7 +215,7 @@ def import_config(config: None, words: Sequence[str]) -> int:
 
 def submit(config: SubmitConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard submit`: checks the run's settings, and queues it as a job on a cluster."""
-    from zeroshard.submit import submit
+    from zeroshard.cli.submit import submit
 
     words = list(argv[1:])
     path, flags = take_option(words, "--config")

@@ -18,8 +18,8 @@ import pytest
 
 import forked
 from zeroshard.cli import main
+from zeroshard.cli.submit import SubmitConfig, TrainJob, submit
 from zeroshard.errors import ExitStatus
-from zeroshard.submit import SubmitConfig, TrainJob, submit
 
 pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
 PATIENCE_S, NUM_STEPS = 600.0, 100_000  # more than it takes
@@ -79,7 +79,7 @@ def test_a_run_whose_peer_was_lost_is_queued_again_as_often_as_was_said(tmp_path
 
 def test_what_is_queued_goes_on_where_it_stopped(slurm, monkeypatch):
     queued = []
-    monkeypatch.setattr("zeroshard.submit.submit", lambda config, words: queued.append(words) or "")
+    monkeypatch.setattr("zeroshard.cli.submit.submit", lambda config, words: queued.append(words) or "")
     assert main(["submit", "train", "--max-steps", "50"]) == 0
     assert main(["submit", "train", "--max-steps", "50", "--resume", "runs/x"]) == 0
     assert queued == [["--max-steps", "50", "--resume", "auto"], ["--max-steps", "50", "--resume", "runs/x"]]
@@ -166,7 +166,7 @@ def test_a_run_that_is_pre_empted_saves_is_queued_again_and_goes_on(tmp_path, mo
 
 
 def test_a_run_that_fails_passes_its_status_on(tmp_path):
-    program = "import sys; from zeroshard.submit import TrainJob; TrainJob(['--max-step', '1'])()"
+    program = "import sys; from zeroshard.cli.submit import TrainJob; TrainJob(['--max-step', '1'])()"
     env = os.environ | {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "7", "SUBMITIT_LOCAL_GLOBALID": "0"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2

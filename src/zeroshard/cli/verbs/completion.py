@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from zeroshard.cli.flags import flags_of
 from zeroshard.errors import UserError
-from zeroshard.flags import flags_of
 from zeroshard.train.config.registered import names_among
 from zeroshard.train.config.validate import fields_by_name, nearest
 
 if TYPE_CHECKING:
-    from zeroshard.verbs.base import Verb
+    from zeroshard.cli.verbs.base import Verb
 
 SHELLS = ("bash", "zsh", "fish")
 # lets zsh users source the script: shtab's own check only covers `eval`

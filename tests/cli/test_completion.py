@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from zeroshard.cli import VERBS, main
-from zeroshard.flags import flags_of
+from zeroshard.cli.flags import flags_of
+from zeroshard.cli.verbs.completion import SHELLS
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.verbs.completion import SHELLS
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Parses flags into a nested dict of raw values, with the same structure as a TOML file.
 
 Values of flags stay text here; `zeroshard.train.config.validate` parses and checks them, like the same key in a file.
-`zeroshard.verbs.help` prints ``--help`` from the same classes. No parser of others is used, because flags are merged
-over a file before everything is checked, and an error is one line.
+`zeroshard.cli.verbs.help` prints ``--help`` from the same classes. No parser of others is used, because flags are
+merged over a file before everything is checked, and an error is one line.
 
 Grammar: ``--seq-len 256``, ``--seq-len=256``, ``--data.max-tokens 9``, ``--fused`` and ``--no-fused``,
 ``--compile``, ``--compile auto`` and ``--no-compile``, ``--data.path a.txt b.txt``; an underscore may stand for a

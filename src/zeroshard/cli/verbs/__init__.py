@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zeroshard.errors import ExitStatus, UserError
-from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.submit import SubmitConfig
-from zeroshard.train.config.command_settings import (
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
-    ImportConfig,
-    PrepareConfig,
-)
-from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.verbs.base import Verb, read_file, say
-from zeroshard.verbs.help import PLAN, TRAIN
-from zeroshard.verbs.laboratory import SWEEP, bench, plan, report, sweep
-from zeroshard.verbs.training import (
+from zeroshard.cli.submit import SubmitConfig
+from zeroshard.cli.verbs.base import Verb, read_file, say
+from zeroshard.cli.verbs.help import PLAN, TRAIN
+from zeroshard.cli.verbs.laboratory import SWEEP, bench, plan, report, sweep
+from zeroshard.cli.verbs.training import (
     evaluate,
     export,
     generate,
@@ -30,13 +19,24 @@ from zeroshard.verbs.training import (
     submit,
     train,
 )
+from zeroshard.errors import ExitStatus, UserError
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.train.config.command_settings import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    PrepareConfig,
+)
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
 
 __all__ = ["VERBS", "Verb", "read_file", "say"]
 
 
 def look_around(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard doctor`: prints what `zeroshard.doctor` reports."""
-    from zeroshard import doctor
+    """Run `zeroshard doctor`: prints what `zeroshard.cli.doctor` reports."""
+    from zeroshard.cli import doctor
 
     if words:
         raise UserError(words[0], "`zeroshard doctor` takes nothing", "leave it out")
@@ -46,7 +46,7 @@ def look_around(config: None, words: Sequence[str]) -> int:
 
 def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
     """Run `zeroshard completion`: prints a shell's completion script."""
-    from zeroshard.verbs import completion
+    from zeroshard.cli.verbs import completion
 
     if len(words) != 1:
         what = f"{len(words)} are given where 1 is wanted" if words else "is missing"

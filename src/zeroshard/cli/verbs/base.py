@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.columns import printable
 from zeroshard.errors import UserError, shortened
-from zeroshard.flags import flags_of, read_flags
 from zeroshard.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked

@@ -21,13 +21,13 @@ import forked
 import zeroshard
 from tiny_runs import events_of
 from zeroshard.cli import VERBS, main
+from zeroshard.cli.flags import flags_of, read_flags
+from zeroshard.cli.verbs.training import written
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.flags import flags_of, read_flags
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import ELSEWHERE, fields_by_name, nested, validate
-from zeroshard.verbs.training import written
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
@@ -297,7 +297,7 @@ def test_doctor_reports_versions_and_what_would_be_used(capsys, monkeypatch):
 def test_doctor_lists_extras_and_what_the_others_lack(capsys, monkeypatch):
     required = ["torch>=2", "matplotlib>=3 ; extra == 'report'", 'jinja2>=3; extra == "report"', "ruff; extra == 'dev'"]
     required += ["no-such-package>=1; extra == 'rare'", "torch; extra == 'rare'"]
-    monkeypatch.setattr("zeroshard.doctor.metadata.requires", lambda name: required)
+    monkeypatch.setattr("zeroshard.cli.doctor.metadata.requires", lambda name: required)
     assert main(["doctor"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["extras"] == "report; missing: rare (no-such-package)"
