@@ -30,9 +30,9 @@ import forked
 from made_once import folder_of_all, made_once  # noqa: F401 -- fixtures
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, process_group, refusal, text_config, tiny_config  # noqa: F401 -- fixtures
-from zeroshard import gc_frequency
 from zeroshard.comm import ThreadCommunicator
-from zeroshard.process import num_cpus
+from zeroshard.host import gc_frequency
+from zeroshard.host.process import num_cpus
 
 MANY_MODULES = 20
 _WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")

@@ -72,7 +72,7 @@ def test_no_file_is_longer_than_six_hundred_lines():
 SETTERS = [
     "launch/forked.py",  # gives a forked rank an environment of its own
     "data/pool.py",  # tells the tokenizers of its own worker processes to use one thread
-    "process.py",  # tells torch, malloc and Triton what nobody has told them yet
+    "host/process.py",  # tells torch, malloc and Triton what nobody has told them yet
 ]
 
 

@@ -7,7 +7,8 @@
 Counted is all but weights, their gradients and inputs on the host. In the first table tensors have no values, so any
 length is counted in seconds; sizes and lifetimes are those of a run on a CPU. In the second one forward and backward of
 one sequence run, twice: the first makes what is made once (MKL's buffers, threads). Counted are torch's allocations
-(`zeroshard.profiling.memory`, which plans share no code with) and private resident memory, less the slots on the host.
+(`zeroshard.train.profiling.memory`, which plans share no code with) and private resident memory, less the slots on the
+host.
 Attention takes the square of the length in time.
 
 Resident memory is divided by what malloc says of its heaps after each operation. Freed blocks stay there as long as a
@@ -39,12 +40,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.columns import columns
+from zeroshard.host.slab import room
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.models import LanguageModel, LlamaConfig
 from zeroshard.models.inputs_on_host import slot_bytes
-from zeroshard.profiling.memory import AllocationRecorder
-from zeroshard.slab import room
+from zeroshard.train.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision
 
 WAYS = [("none", "none"), ("full", "none"), ("offload", "none"), ("full", "auto"), ("offload", "auto")]

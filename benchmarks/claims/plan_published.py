@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroshard import process
+from zeroshard.host import process
 
 process.prepare_torch()
 

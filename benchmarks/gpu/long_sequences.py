@@ -26,7 +26,7 @@ from zeroshard.lab.planner.planner import HEADROOM, planner_for
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
-from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.train.profiling.memory import AllocationRecorder
 from zeroshard.zero import Zero
 
 NAME, LORA = "qwen3-8b", Lora(16)

@@ -13,8 +13,8 @@ import rows
 import torch
 from qwen_shapes import QWEN3, QWEN3_ALIKE, QWEN3_TOY
 
-from zeroshard import host_memory
 from zeroshard.comm import LocalCommunicator
+from zeroshard.host import host_memory
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.zero import Offload, Zero
 

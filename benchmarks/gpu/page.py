@@ -22,7 +22,7 @@ from typing import Any
 from meanings import AXOLOTL, CONTESTANTS, KERNELS, LLMQ, LLMQ_HOW, LONG_MODEL, MEANS, NEMO, SPELLED, WHOLE
 from quarter import ALONE, ROWS, read
 
-from zeroshard.profiling.flops import peak_bf16_flops_per_s
+from zeroshard.train.profiling.flops import peak_bf16_flops_per_s
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -42,12 +42,12 @@ from torch import Tensor, nn  # noqa: E402
 
 from zeroshard import kernels  # noqa: E402
 from zeroshard.comm import LocalCommunicator, NullCommunicator  # noqa: E402
+from zeroshard.host.process import num_cpus  # noqa: E402
 from zeroshard.kernels import Choice  # noqa: E402
 from zeroshard.kernels.linear_cross_entropy import _product  # noqa: E402
 from zeroshard.lab.bench.report import environment  # noqa: E402
 from zeroshard.models import LanguageModel, build_model  # noqa: E402
 from zeroshard.models.base import materialize  # noqa: E402
-from zeroshard.process import num_cpus  # noqa: E402
 from zeroshard.zero import MixedPrecision, Zero  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -537,7 +537,7 @@ def _peak_of_a_step(name: str, checkpointing: str, stage: int, world: int, rows:
         return {"peak_bytes": torch.cuda.max_memory_allocated() - before, "before_bytes": before,
                 "reserved_bytes": torch.cuda.max_memory_reserved(),
                 "requested_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"] - before}  # fmt: skip
-    from zeroshard.profiling.memory import AllocationRecorder
+    from zeroshard.train.profiling.memory import AllocationRecorder
 
     recorder = AllocationRecorder(zero.holdings).follow(model, optimizer)
     with recorder:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard import process
+from zeroshard.host import process
 
 process.prepare_torch()
 

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from zeroshard import process
+from zeroshard.host import process
 
 process.prepare_torch()
 

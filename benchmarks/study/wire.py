@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from two_nodes import result_of_ranks, sent_so_far
 
-from zeroshard import process
 from zeroshard.comm import RingCommunicator
+from zeroshard.host import process
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.lab.run_folders import read_run

@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.models import build_model
-from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.train.profiling.memory import AllocationRecorder
 from zeroshard.zero import Zero
 
 NUM_BLOCKS, WIDTH = 8, 96

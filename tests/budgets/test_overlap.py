@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fake_time import Clock
-from zeroshard import Zero, stopwatch
+from zeroshard import Zero
 from zeroshard.comm import (
     BlockingCommunicator,
     Link,
@@ -17,7 +17,7 @@ from zeroshard.comm import (
     ObservedCommunicator,
     ThrottledCommunicator,
 )
-from zeroshard.comm.wrappers import observe, throttle
+from zeroshard.comm.wrappers import observe, stopwatch, throttle
 
 COMPUTE_S = 8e-3  # of a unit's forward, and of its backward
 NUM_UNITS, WIDTH = 5, 64

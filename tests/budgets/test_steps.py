@@ -17,6 +17,7 @@ import torch
 from dry_run import dry_run
 from soak import soaking
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
+from zeroshard.host.slab import room
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
@@ -25,7 +26,6 @@ from zeroshard.lab.predict.traffic import flows_of, messages
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.optim import AdamW8bit, FlashAdamW
-from zeroshard.slab import room
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Placement, ShardingStrategy, Zero
 from zeroshard.zero import precision as precision_module
 from zeroshard.zero.state_formats.formats import FORMATS

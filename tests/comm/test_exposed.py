@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard import stopwatch
 from zeroshard.comm import CONTROL, Exposed, NullCommunicator, ObservedCommunicator, by_kind, labelled
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
-from zeroshard.comm.wrappers import observe
+from zeroshard.comm.wrappers import observe, stopwatch
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import forked
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.comm.wrappers.library_watch import watched
-from zeroshard.finalizers import settle
+from zeroshard.host.finalizers import settle
 
 PATIENCE_S = 300.0  # gloo would wait for 1800 s
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fake_time import Clock
-from zeroshard import stopwatch
 from zeroshard.comm import Link, NullCommunicator, ThrottledCommunicator, run_threads, split
-from zeroshard.comm.wrappers import observe, throttle
+from zeroshard.comm.wrappers import observe, stopwatch, throttle
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.comm.wrappers.wrapper import Wrapper
 

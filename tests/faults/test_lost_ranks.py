@@ -17,7 +17,7 @@ WORLD_SIZE, PATIENCE_S = 3, 300.0
 PROGRAM = """
 import os, sys, time
 from zeroshard import cli
-from zeroshard import process
+from zeroshard.host import process
 
 process.prepare_torch()
 from zeroshard.zero.buffers import unit

@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_models import batches, make_model
 from zeroshard.comm import run_threads
 from zeroshard.errors import UserError
+from zeroshard.host.slab import room
 from zeroshard.lab.predict.on_meta import in_recomputations, on_meta
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.models import LlamaConfig, offload_inputs, tiles
 from zeroshard.models.inputs_on_host import slot_bytes
 from zeroshard.models.recompute import recompute_blocks
 from zeroshard.models.tiles import bounds, num_tiles, tile_mlps, tiled
-from zeroshard.slab import room
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
 from zeroshard.zero import Zero

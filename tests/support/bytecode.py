@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.process import num_cpus
+from zeroshard.host.process import num_cpus
 
 
 class _Compiled(Exception):

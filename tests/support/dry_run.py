@@ -1,7 +1,8 @@
 """Dry run: trains as one rank of a world of any size, alone on this machine, and measures its memory and traffic.
 
 The engine is the real one, over `NullCommunicator`: every buffer is allocated and written, forward and backward are
-computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.profiling.memory`). `compared` has
+computed, and no data is sent. Each operation's allocations are recorded (`zeroshard.train.profiling.memory`).
+`compared` has
 a plan's predictions beside it.
 """
 
@@ -28,7 +29,7 @@ from zeroshard.lab.predict.hardware import Calibration, Device
 from zeroshard.lab.predict.memory import HOST, SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.models import LanguageModel, SequenceParallel
-from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.train.profiling.memory import AllocationRecorder
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.offload.placement import HostGroup

@@ -44,7 +44,7 @@ PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zerosh
 
 def main(path: str) -> None:
     """Serve until standard input ends."""
-    from zeroshard import process
+    from zeroshard.host import process
 
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

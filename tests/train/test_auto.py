@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 # Ranks whose memory runs out in the third step at stage 0, on rank 1 alone; each attempt is one world.
 PROGRAM = """
 import os, sys
-from zeroshard import cli, process
+from zeroshard import cli
+from zeroshard.host import process
 process.prepare_torch()
 import torch
 from zeroshard.train.loop import loop

@@ -8,9 +8,9 @@ import torch
 
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.errors import ExitStatus
+from zeroshard.host.slab import room
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models.inputs_on_host import slot_bytes
-from zeroshard.slab import room
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.zero import STAGES, LocalSteps

@@ -9,7 +9,7 @@ import pytest
 
 from forged_manifests import CHECKPOINT, DATA, OURS, TRAIN, make_run
 from zeroshard.cli import main
-from zeroshard.regular_files import copy_inside, folder_inside, link_in, open_inside, write_inside
+from zeroshard.host.regular_files import copy_inside, folder_inside, link_in, open_inside, write_inside
 
 PRECIOUS = b"the user's own\n"
 # Everything that a run may leave in its folder: an average, the stacks of a hang, a trace, files of states, a tracker.

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tiny_runs import events_of, summary_of, train_on
-from zeroshard import checkpoint, cli, gc_frequency
+from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.errors import ExitStatus
+from zeroshard.host import gc_frequency
 from zeroshard.train import start
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train

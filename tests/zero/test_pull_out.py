@@ -18,16 +18,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(zeroshard.__file__).parent
 
 # what the core imports outside of zero/; then what conftest.py does
-BELOW_THE_CORE = ["comm", "launch", "errors.py", "rules.py", "stopwatch.py", "torch_internals.py", "uncompiled.py"]
-BELOW_THE_CORE += [
-    "finalizers.py",
-    "masked_addresses.py",
-    "wire_formats.py",
-    "__init__.py",
-    "lazily.py",
-    "gc_frequency.py",
-    "process.py",
-]
+BELOW_THE_CORE = ["comm", "host", "launch", "errors.py", "rules.py", "torch_internals.py", "uncompiled.py"]
+BELOW_THE_CORE += ["masked_addresses.py", "wire_formats.py", "__init__.py", "lazily.py"]
 BELOW_ZERO = [
     *BELOW_THE_CORE,
     "named_shards.py",

@@ -21,7 +21,7 @@ from pathlib import Path
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, parse
 from zeroshard.errors import UserError, shown
-from zeroshard.regular_files import read_text, write_inside
+from zeroshard.host.regular_files import read_text, write_inside
 
 RUN_FOLDER = "checkpoints"  # subfolder of a run's folder
 BEST = "best"  # a link to the checkpoint of the lowest validation loss

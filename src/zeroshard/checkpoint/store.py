@@ -28,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
-from zeroshard.regular_files import open_regular
+from zeroshard.host.regular_files import open_regular
 
 CHUNK_BYTES = 1 << 22
 FLUSH_BYTES = 1 << 30  # written bytes after which the file is flushed

@@ -21,7 +21,7 @@ from zeroshard.checkpoint import store
 from zeroshard.checkpoint.folder import misplaced, no_checkpoint
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_binary
+from zeroshard.host.regular_files import open_binary
 
 _LENGTH_BYTES = 8  # size of the header length, which precedes the header
 READ_BYTES = 1 << 18  # one reused buffer per region, small enough to be hashed from the CPU cache

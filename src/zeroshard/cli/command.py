@@ -16,12 +16,12 @@ from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import zeroshard
-from zeroshard import gc_frequency
 from zeroshard.cli.flags import refuse_no_text, take_option
 from zeroshard.cli.verbs import VERBS, read_file, say
 from zeroshard.cli.verbs.base import checked_settings
 from zeroshard.cli.verbs.help import help_of, named, usage, wrapped
 from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
+from zeroshard.host import gc_frequency
 from zeroshard.train.config.validate import nearest
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).

@@ -13,8 +13,8 @@ import psutil
 
 import zeroshard
 from zeroshard.columns import columns
+from zeroshard.host.process import ALLOCATOR, allocator_settings, num_cpus
 from zeroshard.launch.environment import variable, world_from_env
-from zeroshard.process import ALLOCATOR, allocator_settings, num_cpus
 
 GIB = 2**30
 # Environment variables that decide over which network ranks communicate, and how.

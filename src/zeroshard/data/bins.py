@@ -25,7 +25,7 @@ from zeroshard.data.chosen_files import choose
 from zeroshard.data.files import FileFacts, Fingerprint, facts_of
 from zeroshard.data.tables import corpus_identity
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_binary
+from zeroshard.host.regular_files import open_binary
 
 _HEADER_INTS = 256
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) -> dtype of ids

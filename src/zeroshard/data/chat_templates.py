@@ -34,7 +34,7 @@ from zeroshard.data.special_tokens import (
 )
 from zeroshard.data.template_worker import MEMORY_BYTES, MOST_CHARACTERS, Messages, Span, Task
 from zeroshard.errors import UserError, shown
-from zeroshard.regular_files import read_text, write_inside
+from zeroshard.host.regular_files import read_text, write_inside
 
 CHATML = "chatml"
 _CHATML_TEXT = (

@@ -24,8 +24,8 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from zeroshard.errors import UserError, shown
+from zeroshard.host.regular_files import open_binary, read_text, write_inside
 from zeroshard.masked_addresses import masked
-from zeroshard.regular_files import open_binary, read_text, write_inside
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"

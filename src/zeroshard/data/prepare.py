@@ -61,8 +61,8 @@ from zeroshard.data.work_folder import (
     work_folder,
 )
 from zeroshard.errors import UserError, warn
-from zeroshard.process import num_cpus
-from zeroshard.regular_files import write_inside
+from zeroshard.host.process import num_cpus
+from zeroshard.host.regular_files import write_inside
 
 TRAINING_BYTES = 256 << 20  # text on which a tokenizer is trained; a character counts as a byte
 SAVE_BYTES, SAVE_S = 256 << 20, 10.0  # the state is saved after so many written bytes or seconds

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text, write_inside
+from zeroshard.host.regular_files import read_text, write_inside
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENS_FILE = "special_tokens_map.json"

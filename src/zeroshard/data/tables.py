@@ -31,7 +31,7 @@ from zeroshard.data.files import (
     suffix_of,
 )
 from zeroshard.errors import UserError
-from zeroshard.regular_files import json_of
+from zeroshard.host.regular_files import json_of
 
 if TYPE_CHECKING:
     import pyarrow.parquet

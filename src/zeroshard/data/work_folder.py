@@ -24,7 +24,7 @@ from typing import IO, Any
 from zeroshard.data.files import Fingerprint
 from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import json_of, open_regular, read_text, write_inside
+from zeroshard.host.regular_files import json_of, open_regular, read_text, write_inside
 
 
 @dataclass

@@ -22,7 +22,7 @@ import tomli_w
 
 from zeroshard.columns import columns
 from zeroshard.errors import ExitStatus, UserError, shown
-from zeroshard.regular_files import read_text
+from zeroshard.host.regular_files import read_text
 from zeroshard.sizes import LARGEST
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import by_dotted_name, nested, refuse_unusable, validate

@@ -30,6 +30,7 @@ from zeroshard.data.portable import portable
 from zeroshard.data.special_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG, special_tokens_of
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.regular_files import link_in
 from zeroshard.interop import hf_folder_export
 from zeroshard.models import model_config
 from zeroshard.models.adapters import Lora, base_name
@@ -38,7 +39,6 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurCon
 from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.named_shards import ShardReader
 from zeroshard.optim.state_conversion import FullWeights
-from zeroshard.regular_files import link_in
 from zeroshard.sizes import parse_size
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig

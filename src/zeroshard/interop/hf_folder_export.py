@@ -30,11 +30,11 @@ from zeroshard.data.chat_templates import JINJA_FILE, JSON_FILE, own_template
 from zeroshard.data.special_tokens import TOKENIZER_CONFIG, json_object
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, read_tokenizer
 from zeroshard.errors import UserError
+from zeroshard.host.regular_files import copy_inside
 from zeroshard.models.adapters import ADAPTER, is_adapter
 from zeroshard.models.hugging_face.model import INNER, HuggingFaceModel
 from zeroshard.models.hugging_face.weights import FilePart, file_layout
 from zeroshard.named_shards import ShardReader
-from zeroshard.regular_files import copy_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.setup.hugging_face import kept_folder

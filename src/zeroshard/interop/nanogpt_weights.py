@@ -23,9 +23,9 @@ from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, SplitMeta, dtype_for, write_meta
 from zeroshard.data.tokenizer import TIKTOKEN
 from zeroshard.errors import UserError, is_out_of_memory
+from zeroshard.host.regular_files import require_regular
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.named_shards import NamedShard
-from zeroshard.regular_files import require_regular
 from zeroshard.train.config.config import FINE_TUNING, TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml

@@ -39,8 +39,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroshard.errors import UserError
+from zeroshard.host.regular_files import open_regular
 from zeroshard.launch.environment import NetnsNodes
-from zeroshard.regular_files import open_regular
 
 LOCKS = Path("/run/zeroshard")
 MAX_NETWORKS, MAX_NODES = 250, 250  # each is an octet of an address

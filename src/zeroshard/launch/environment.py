@@ -1,6 +1,6 @@
 """Environment variables: this process's rank and world, and what it passes on to the processes that it starts.
 
-Other modules read variables through this one, except `zeroshard.process`, which sets those that libraries read.
+Other modules read variables through this one, except `zeroshard.host.process`, which sets those that libraries read.
 
 [Note: Who has started this process]
     A world is recognised by the variables of torchrun, Open MPI, MPICH, Intel MPI or srun, in this order: under SLURM
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from zeroshard.errors import ExitStatus, UserError
-from zeroshard.process import num_cpus
+from zeroshard.host.process import num_cpus
 
 _LAUNCHER = "ZEROSHARD_LAUNCHER_PID"  # set for the ranks of `launch_workers`
 _RESTARTS = "ZEROSHARD_NUM_RESTARTS"  # set for them too, once they have been restarted

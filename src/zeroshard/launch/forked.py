@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from zeroshard import gc_frequency
+from zeroshard.host import gc_frequency
 
 FIRST_FD = 3  # after the standard streams
 POLL_S = 0.01

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark, Streams
-from zeroshard.finalizers import Finalizer
+from zeroshard.host.finalizers import Finalizer
+from zeroshard.host.slab import Slab, room
 from zeroshard.kernels.launch import is_traced
-from zeroshard.slab import Slab, room
 from zeroshard.torch_internals import breaks_graphs, storage_id, version_of
 
 CATEGORY = "host_inputs"  # of this memory, among the bytes that a run records

@@ -36,7 +36,6 @@ from zeroshard.named_shards import (
 from zeroshard.optim.state_conversion import as_kept
 from zeroshard.optimizer_classes.saved_states import grouped_facts, read_states, states_kept
 from zeroshard.parallel.base import Setup
-from zeroshard.state_conversion import as_kept
 from zeroshard.zero.ema.average import EMA, Ema
 
 

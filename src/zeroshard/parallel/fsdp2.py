@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
-from zeroshard.meta_models import DrawsParts, loaded_later
 from zeroshard.named_shards import (
     MODEL_KINDS,
     NamedShard,
@@ -43,8 +42,8 @@ from zeroshard.optimizer_classes.kept_states import alike
 from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import load_average, require_group
-from zeroshard.state_conversion import as_kept
 from zeroshard.zero.ema.average import EMA, Ema
+from zeroshard.zero.meta_models import DrawsParts, loaded_later
 
 
 class Fsdp2:

@@ -22,7 +22,6 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
-from zeroshard.meta_models import Init, loaded_later
 from zeroshard.named_shards import NamedShard, ShardReader, named_group
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes

@@ -21,7 +21,7 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.errors import ExitStatus, UserError, path_line
-from zeroshard.finalizers import settle
+from zeroshard.host.finalizers import settle
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk
 from zeroshard.zero.offload.disk import BLOCK_BYTES, DiskStates

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from zeroshard import process
 from zeroshard.cli.flags import take_option
 from zeroshard.cli.submit import SubmitConfig
 from zeroshard.cli.verbs.base import checked_settings, read_file, say
 from zeroshard.errors import ExitStatus, UserError, path_line, warn
+from zeroshard.host import process
 from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.sizes import parse_nnodes
 from zeroshard.train.config.command_settings import (

@@ -15,7 +15,7 @@ import torch
 
 from zeroshard.comm.base import Work
 from zeroshard.comm.queued.latch import Latch
-from zeroshard.finalizers import Finalizer
+from zeroshard.host.finalizers import Finalizer
 
 Operation = Callable[[], None]
 EXIT_GRACE_S = 5.0  # how long `Worker.close` waits for the thread to end

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from zeroshard.comm.base import PeerError
 from zeroshard.errors import UserError
-from zeroshard.regular_files import open_regular
+from zeroshard.host.regular_files import open_regular
 
 LOST = 0  # the counter in which a rank reports a lost peer: that peer's number plus one
 _LINE_BYTES = 64  # each counter has a cache line of its own: writing one does not slow down readers of another

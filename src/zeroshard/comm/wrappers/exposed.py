@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeroshard.comm.labels import CONTROL, is_on_side_stream
-from zeroshard.stopwatch import Stopwatch
+from zeroshard.comm.wrappers.stopwatch import Stopwatch
 from zeroshard.torch_internals import in_backward
 
 

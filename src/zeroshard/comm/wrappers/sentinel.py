@@ -54,7 +54,7 @@ from zeroshard.comm.wrappers.board import StoreBoard as StoreBoard
 from zeroshard.comm.wrappers.in_flight import InFlight, Watched
 from zeroshard.comm.wrappers.place import place_of_main_thread
 from zeroshard.comm.wrappers.wrapper import WrappedWork, Wrapper
-from zeroshard.finalizers import Finalizer
+from zeroshard.host.finalizers import Finalizer
 
 PULSE_S = 1.0
 REMEMBERED = 128  # operations that are kept, in memory and on the board

@@ -39,16 +39,16 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from zeroshard import gc_frequency, host_memory
 from zeroshard.comm import Communicator, Work, all_to_all
 from zeroshard.comm.registry import comm_entry
+from zeroshard.host import gc_frequency, host_memory
 from zeroshard.lab.bench import conversions, operation_cases, whole_step
 from zeroshard.lab.bench import disk as disks
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, environment, interleaved, spread_of
 from zeroshard.lab.bench.settings import DeviceBench
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
-from zeroshard.profiling.devices import Layout
+from zeroshard.train.profiling.devices import Layout
 from zeroshard.zero.offload.rank_files import file_of_rank
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")

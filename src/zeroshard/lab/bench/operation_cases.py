@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import NullCommunicator
 from zeroshard.lab.predict.rates import MEASURED_ATTENTION
-from zeroshard.profiling.devices import Layout
+from zeroshard.train.profiling.devices import Layout
 from zeroshard.zero import Zero
 
 

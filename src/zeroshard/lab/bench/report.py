@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from zeroshard.columns import columns
-from zeroshard.process import num_cpus
+from zeroshard.host.process import num_cpus
 
 Row = dict[str, Any]  # serialisable as JSON: a `Spread` is stored as a dict
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard import gc_frequency
 from zeroshard.comm import Communicator
 from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.errors import UserError
+from zeroshard.host import gc_frequency
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, milliseconds, spread_of
 from zeroshard.lab.bench.settings import StepBench

@@ -19,7 +19,7 @@ from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
-from zeroshard.profiling.devices import DEVICES
+from zeroshard.train.profiling.devices import DEVICES
 from zeroshard.zero import ShardingStrategy
 
 LORA_RANK = 16

@@ -15,7 +15,7 @@ from torch import nn
 
 from zeroshard import rules
 from zeroshard.errors import UserError
-from zeroshard.host_memory import require_memory
+from zeroshard.host.host_memory import require_memory
 from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row

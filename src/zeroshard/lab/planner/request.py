@@ -22,8 +22,8 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
-from zeroshard.profiling.devices import FP8
 from zeroshard.sizes import parse_size
+from zeroshard.train.profiling.devices import FP8
 from zeroshard.zero import MixedPrecision, Offload
 from zeroshard.zero.unit_choice import UnitChoice, choose_units
 

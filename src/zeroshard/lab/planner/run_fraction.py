@@ -20,7 +20,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, on_disk
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import hidden_units, host_rates, least_away, share_of, unit_times, why_all
 from zeroshard.lab.predict.step import step_of
-from zeroshard.profiling.devices import device_by_driver_name
+from zeroshard.train.profiling.devices import device_by_driver_name
 from zeroshard.train.records.plan_contract import Job
 
 

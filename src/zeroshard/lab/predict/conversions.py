@@ -30,7 +30,7 @@ import torch
 
 from zeroshard.lab.predict.rates import SUSTAINED
 from zeroshard.lab.predict.work import Work, dtype_name
-from zeroshard.profiling.devices import Device
+from zeroshard.train.profiling.devices import Device
 from zeroshard.wire_formats import BlockFormat, Format
 
 Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]

@@ -18,10 +18,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from zeroshard.errors import UserError, shown
-from zeroshard.profiling.devices import DEVICES, GIGA, Device
-from zeroshard.regular_files import read_text
+from zeroshard.host.regular_files import read_text
 from zeroshard.sizes import parse_bandwidth
 from zeroshard.train.config.validate import nearest
+from zeroshard.train.profiling.devices import DEVICES, GIGA, Device
 
 FORMAT = "zeroshard device 1"
 # Bounds on what a file of measurements may have: no measurement lies outside, and sums would overflow a double.

@@ -32,6 +32,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from zeroshard.host.slab import room
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS
@@ -39,8 +40,7 @@ from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
-from zeroshard.profiling.devices import Device, DiskWork
-from zeroshard.slab import room
+from zeroshard.train.profiling.devices import Device, DiskWork
 from zeroshard.zero import Offload
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.staging import NUM_SLOTS, NUM_SLOTS_DOWN, locked_slot_bytes

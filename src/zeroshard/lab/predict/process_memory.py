@@ -32,7 +32,7 @@ from zeroshard.comm.ring.small import is_small
 from zeroshard.comm.shm.slots import NUM_SLOTS, SLOT_BYTES
 from zeroshard.lab.predict.actions import Issue, Step
 from zeroshard.lab.predict.rates import Software
-from zeroshard.profiling.devices import Device
+from zeroshard.train.profiling.devices import Device
 
 CONTEXT_BYTES = 2**29
 NCCL_PAIR_BYTES, NCCL_BYTES = 544 * 10**6, 688 * 10**6

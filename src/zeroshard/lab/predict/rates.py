@@ -32,7 +32,7 @@ from functools import lru_cache
 from typing import Literal
 
 from zeroshard.lab.predict.work import Work
-from zeroshard.profiling.devices import Device
+from zeroshard.train.profiling.devices import Device
 
 Impl = Literal["eager", "compile", "kernels"]
 Attention = Literal["flash-1", "flash-2", "flash-3", "cudnn"]

@@ -1,7 +1,8 @@
 """Reports every allocation, every free and every operation in order; traces are recorded with it.
 
 A storage counts as allocated from the first operation that returns a tensor on it, and as freed when its last reference
-is gone. Memory that an operation allocates and frees inside itself is not seen. `zeroshard.profiling.memory` measures
+is gone. Memory that an operation allocates and frees inside itself is not seen. `zeroshard.train.profiling.memory`
+measures
 by the same rules, but shares no code with this module, because predictions are tested against it.
 """
 

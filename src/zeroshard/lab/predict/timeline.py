@@ -40,7 +40,7 @@ from zeroshard.lab.predict.rates import (
     sustained_s,
 )
 from zeroshard.lab.predict.work import Work
-from zeroshard.profiling.devices import KERNEL_S
+from zeroshard.train.profiling.devices import KERNEL_S
 
 # Share of a collective's latency, which grows with its ranks, by which overlapping computation is delayed nevertheless.
 # Fitted, see docs/plan-accuracy.md.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
-from zeroshard.profiling.devices import FP8, Layout
+from zeroshard.train.profiling.devices import FP8, Layout
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import zeroshard
 from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.regular_files import write_inside
 from zeroshard.lab.report.entries import ReportContents, gather
 from zeroshard.lab.report.figures import figures_of
-from zeroshard.regular_files import write_inside
 
 NEEDED = ("matplotlib", "jinja2")  # packages of the extra `report`
 

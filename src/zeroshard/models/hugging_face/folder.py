@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import copy_inside, folder_inside, read_text
+from zeroshard.host.regular_files import copy_inside, folder_inside, read_text
 
 PREFIX = "hf:"
 CONFIG = "config.json"

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UserError
+from zeroshard.host.regular_files import open_binary, open_regular
 from zeroshard.models.adapters import base_name, is_adapter
 from zeroshard.models.hugging_face.folder import read_json
 from zeroshard.models.quiet_import import quiet_import
-from zeroshard.regular_files import open_binary, open_regular
 
 READ_AT_ONCE = 1 << 20  # elements
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.regular_files import read_text, toml_of
+from zeroshard.host.regular_files import read_text, toml_of
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.validate import by_path, nested, validate
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from zeroshard.comm import Communicator, buffer_bytes
+from zeroshard.host.regular_files import folder_inside
 from zeroshard.parallel import Strategy
-from zeroshard.profiling.memory import COMM_BUFFERS, AllocationRecorder, in_order
-from zeroshard.profiling.trace import RankTrace
-from zeroshard.regular_files import folder_inside
 from zeroshard.train.config.sections import ProfileConfig
+from zeroshard.train.profiling.memory import COMM_BUFFERS, AllocationRecorder, in_order
+from zeroshard.train.profiling.trace import RankTrace
 
 PEAK_STEP = 1  # counted from 0: the first step in which the optimizer states exist from the start
 

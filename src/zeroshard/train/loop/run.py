@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, ObservedCommunicator
+from zeroshard.comm.wrappers.stopwatch import Stopwatch
 from zeroshard.data import Batches
 from zeroshard.data.base import EvalBatch
 from zeroshard.optim import LossScaler
 from zeroshard.parallel import Strategy
-from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.loop.best_loss import BestLoss
 from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.step_guard import StepGuard

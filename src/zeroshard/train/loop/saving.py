@@ -15,7 +15,7 @@ from zeroshard.checkpoint import BEST, BackgroundSaver, Saved, is_complete, late
 from zeroshard.checkpoint.folder import identity, keep_identity
 from zeroshard.comm.agree import largest
 from zeroshard.errors import ExitStatus
-from zeroshard.regular_files import folder_inside
+from zeroshard.host.regular_files import folder_inside
 from zeroshard.train.loop.outer_steps import guards_of_replicas
 from zeroshard.train.loop.retention import Retention, is_skipping
 from zeroshard.train.loop.run import Run

@@ -32,11 +32,11 @@ from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.errors import ExitStatus
 from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
-from zeroshard.profiling.flops import model_flops_utilisation
 from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import as_numbers, wish_of_all
 from zeroshard.train.loop.validation_loss import sum_in_any_order
+from zeroshard.train.profiling.flops import model_flops_utilisation
 from zeroshard.train.records.records import StepRecord
 
 

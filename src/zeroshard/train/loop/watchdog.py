@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from zeroshard.comm.base import PeerError
-from zeroshard.regular_files import open_inside
+from zeroshard.host.regular_files import open_inside
 
 LOOKS_PER_LIMIT = 20  # checks per limit_s
 TIME_TO_DUMP_S = 2.0  # from the limit to the end of the process, so that every rank has time to write its stacks

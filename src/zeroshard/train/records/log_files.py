@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroshard.comm import by_kind
 from zeroshard.errors import warn
-from zeroshard.regular_files import LOG_BYTES, is_same, open_inside, read_bytes, write_inside
+from zeroshard.host.regular_files import LOG_BYTES, is_same, open_inside, read_bytes, write_inside
 from zeroshard.train.records.records import StepRecord
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"

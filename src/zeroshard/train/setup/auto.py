@@ -24,9 +24,9 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.agree import largest
 from zeroshard.comm.registry import name_of
 from zeroshard.errors import UserError
+from zeroshard.host.regular_files import json_of, read_text, write_inside
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
-from zeroshard.regular_files import json_of, read_text, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links

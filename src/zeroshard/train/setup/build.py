@@ -19,6 +19,7 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.agree import first_rank_does, largest
+from zeroshard.comm.wrappers.stopwatch import Stopwatch
 from zeroshard.errors import UserError
 from zeroshard.kernels import describe
 from zeroshard.launch.environment import World, num_restarts, world_from_env
@@ -26,8 +27,6 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.compared_rows import compare_rows
 from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel.zero import ZeroStrategy
-from zeroshard.profiling.flops import peak_bf16_flops_per_s
-from zeroshard.stopwatch import Stopwatch
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.links import Links
@@ -36,6 +35,7 @@ from zeroshard.train.loop.measures import Measures
 from zeroshard.train.loop.outer_steps import other_replicas, own_guard
 from zeroshard.train.loop.run import Corpus, Run, Schedule
 from zeroshard.train.loop.step_guard import StepGuard
+from zeroshard.train.profiling.flops import peak_bf16_flops_per_s
 from zeroshard.train.records.console import ConsoleRecorder
 from zeroshard.train.records.log_files import LogFiles
 from zeroshard.train.records.origin import now

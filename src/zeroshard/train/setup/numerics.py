@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zeroshard.errors import UserError
+from zeroshard.host.process import num_cpus
 from zeroshard.launch import environment
-from zeroshard.process import num_cpus
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
 from zeroshard.train.setup.compiled import with_compile

@@ -10,7 +10,7 @@ from pathlib import Path
 from zeroshard import checkpoint
 from zeroshard.data import DataMeta, Tokenizer, load_tokenizer, read_meta
 from zeroshard.errors import UserError
-from zeroshard.regular_files import link_in, require_regular, write_inside
+from zeroshard.host.regular_files import link_in, require_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.toml import dump_toml

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import is_same, json_of, open_inside, read_text
+from zeroshard.host.regular_files import is_same, json_of, open_inside, read_text
 
 LOCK = "run.lock"
 _MOST_BYTES = 4096  # a larger file is not a lock file of ours

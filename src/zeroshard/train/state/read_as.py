@@ -19,7 +19,6 @@ from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.parallel import Strategy
-from zeroshard.state_conversion import FullWeights
 from zeroshard.zero.ema.average import EMA
 
 

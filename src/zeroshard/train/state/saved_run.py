@@ -17,8 +17,8 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.columns import printable
 from zeroshard.errors import UserError
+from zeroshard.host.regular_files import json_of, read_text
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
-from zeroshard.regular_files import json_of, read_text
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import by_path, nested, validate
 from zeroshard.train.records.log_files import SUMMARY

@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UserError
-from zeroshard.finalizers import Finalizer, settle
-from zeroshard.regular_files import open_regular
-from zeroshard.slab import anonymous_pages, room
+from zeroshard.host.finalizers import Finalizer, settle
+from zeroshard.host.regular_files import open_regular
+from zeroshard.host.slab import anonymous_pages, room
 
 # what O_DIRECT wants of offsets, lengths and addresses on file systems of today, and a mapping of its offset
 BLOCK_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)

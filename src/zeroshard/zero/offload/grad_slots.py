@@ -12,7 +12,7 @@ from concurrent.futures import wait
 import torch
 from torch import Tensor
 
-from zeroshard.slab import Slab
+from zeroshard.host.slab import Slab
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.staging import Landing, Staging
 

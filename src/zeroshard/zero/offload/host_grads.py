@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import Mark
-from zeroshard.slab import Slab, room
+from zeroshard.host.slab import Slab, room
 from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.core.gradients import norm_of
 from zeroshard.zero.core.layout import Piece, view_of

@@ -33,7 +33,7 @@ from torch import Tensor
 from zeroshard.comm import Work, empty_for
 from zeroshard.comm.base import DONE
 from zeroshard.comm.streams import Mark, Streams
-from zeroshard.slab import Slab, room
+from zeroshard.host.slab import Slab, room
 from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts

@@ -11,9 +11,9 @@ import os
 import time
 from pathlib import Path
 
-from zeroshard import host_memory
 from zeroshard.errors import UserError, warn
-from zeroshard.regular_files import open_regular
+from zeroshard.host import host_memory
+from zeroshard.host.regular_files import open_regular
 from zeroshard.zero.offload.disk import DiskStates, lock
 
 NUM_TRIES, TRY_AGAIN_S = 10, 0.05  # while a file is locked

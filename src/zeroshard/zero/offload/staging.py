@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
-from zeroshard.slab import ALIGNMENT_BYTES, Slab
+from zeroshard.host.slab import ALIGNMENT_BYTES, Slab
 
 SLOT_BYTES = 32 << 20
 LEAST_SLOT_BYTES = 1 << 20

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import host_memory
 from zeroshard.errors import UserError
-from zeroshard.finalizers import Finalizer, settle
+from zeroshard.host import host_memory
+from zeroshard.host.finalizers import Finalizer, settle
 
 ALIGNMENT_BYTES = 64  # a cache line; vector instructions of a CPU want no more
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the process

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from zeroshard import stopwatch
-from zeroshard.stopwatch import Stopwatch
+from zeroshard.comm.wrappers import stopwatch
+from zeroshard.comm.wrappers.stopwatch import Stopwatch
 
 
 def test_spans_of_one_name_add_up_and_are_taken_once(monkeypatch):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zeroshard import host_memory
+from zeroshard.host import host_memory
 
 GPU = torch.device("cuda", 0)
 

@@ -34,7 +34,7 @@ def run(code: str, **env: str) -> str:
 
 def variables(**env: str) -> list[str]:
     shown = f"import os; print(*[os.environ.get(name, 'unset') for name in {OURS!r}])"
-    return run(f"from zeroshard.process import prepare_torch; prepare_torch(); {shown}", **env).split()
+    return run(f"from zeroshard.host.process import prepare_torch; prepare_torch(); {shown}", **env).split()
 
 
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
@@ -42,7 +42,7 @@ def test_huge_pages_come_where_a_training_run_allocates():
     if "[never]" in HUGE_PAGES.read_text():
         pytest.skip("huge pages are off on this machine")
     code = (
-        "import sys, pathlib; from zeroshard import cli, process\n"
+        "import sys, pathlib; from zeroshard import cli; from zeroshard.host import process\n"
         "assert 'torch' not in sys.modules, 'it came before it was told'\n"
         "process.prepare_torch()\n"
         "import torch; x = torch.zeros(64 << 20, dtype=torch.uint8)\n"
@@ -54,7 +54,7 @@ def test_huge_pages_come_where_a_training_run_allocates():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc's thresholds are glibc's")
 def test_freed_tensors_stay_with_the_process_and_with_those_it_starts():
-    prepared = "from zeroshard import process; process.prepare_torch()\n"
+    prepared = "from zeroshard.host import process; process.prepare_torch()\n"
     child = f"import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', {KEPT!r}], text=True))"
     assert int(run(KEPT)) > 300 << 20
     assert int(run(prepared + KEPT)) == 0
@@ -63,7 +63,7 @@ def test_freed_tensors_stay_with_the_process_and_with_those_it_starts():
 
 def test_memory_of_gpus_is_taken_in_segments_that_grow_unless_the_allocator_was_told_otherwise():
     shown = "print(os.environ.get(process.ALLOCATOR), process.allocator_settings())"
-    told = f"import os; from zeroshard import process; process.prepare_torch(); {shown}"
+    told = f"import os; from zeroshard.host import process; process.prepare_torch(); {shown}"
     assert run(told).split() == ["expandable_segments:True"] * 2
     assert run(told, PYTORCH_ALLOC_CONF="backend:native").split() == ["backend:native"] * 2
     assert run(told, PYTORCH_CUDA_ALLOC_CONF="backend:native").split() == ["None", "backend:native"]

@@ -10,7 +10,7 @@ import pytest
 
 import zeroshard
 from forked import run
-from zeroshard.finalizers import Finalizer, settle
+from zeroshard.host.finalizers import Finalizer, settle
 
 PACKAGE = Path(zeroshard.__file__).parent
 
@@ -22,7 +22,9 @@ import faulthandler, gc, sys, threading
 from contextlib import nullcontext
 from pathlib import Path
 import torch
-from zeroshard import Zero, finalizers, slab
+from zeroshard import Zero
+from zeroshard.host import finalizers
+from zeroshard.host import slab
 from zeroshard.comm import LocalCommunicator, NullCommunicator
 from zeroshard.comm.queued.worker import Worker
 from zeroshard.comm.ring.sockets import thread_transports
@@ -30,7 +32,7 @@ from zeroshard.comm.shm.arena import Arena
 from zeroshard.comm.shm.mapped import LOST, Segment
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator
 from zeroshard.models.inputs_on_host import BlockInput, Slots
-from zeroshard.profiling.memory import AllocationRecorder
+from zeroshard.train.profiling.memory import AllocationRecorder
 from zeroshard.zero import Offload
 from zeroshard.zero.offload.disk import DiskStates
 
@@ -163,10 +165,10 @@ def test_what_the_collector_calls_is_known():
             found[path.relative_to(PACKAGE).as_posix()] += calls
     assert +found == {
         "comm/shm/arena.py": 1,
-        "finalizers.py": 1,
+        "host/finalizers.py": 1,
         "lab/predict/recorder.py": 1,  # counts bytes
         "models/inputs_on_host.py": 1,
-        "profiling/memory.py": 1,
+        "train/profiling/memory.py": 1,
         "zero/offload/disk.py": 1,  # appends to a list
     }
 
@@ -206,7 +208,7 @@ def test_a_close_that_fails_is_reported_and_the_next_one_is_done(monkeypatch):
 
 AT_THE_END = """
 import os, sys
-from zeroshard.finalizers import Finalizer
+from zeroshard.host.finalizers import Finalizer
 class Owner: pass
 owners = [Owner() for _ in range(3)]
 made = [Finalizer(owner, print, name) for owner, name in zip(owners, "abc")]

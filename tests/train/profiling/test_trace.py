@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.profiling.trace import RankTrace, named_units
+from zeroshard.train.profiling.trace import RankTrace, named_units
 
 
 class _Checkpointed(nn.Linear):

@@ -1,7 +1,7 @@
 import pytest
 
-from zeroshard.profiling.devices import device_by_driver_name
-from zeroshard.profiling.flops import model_flops_utilisation, peak_bf16_flops_per_s
+from zeroshard.train.profiling.devices import device_by_driver_name
+from zeroshard.train.profiling.flops import model_flops_utilisation, peak_bf16_flops_per_s
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from zeroshard.regular_files import json_of, open_regular, read_bytes, require_regular, toml_of
+from zeroshard.host.regular_files import json_of, open_regular, read_bytes, require_regular, toml_of
 
 
 def _fifo(path):

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.profiling.memory import CATEGORIES, AllocationRecorder, in_order
+from zeroshard.train.profiling.memory import CATEGORIES, AllocationRecorder, in_order
 from zeroshard.zero import STAGES, Zero
 
 

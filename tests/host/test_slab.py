@@ -10,10 +10,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zeroshard import host_memory
 from zeroshard.errors import UserError
-from zeroshard.finalizers import settle
-from zeroshard.slab import Slab, room
+from zeroshard.host import host_memory
+from zeroshard.host.finalizers import settle
+from zeroshard.host.slab import Slab, room
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

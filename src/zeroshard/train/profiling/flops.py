@@ -8,12 +8,12 @@ with 6 N + 12 L d T FLOPs for each token (`zeroshard.models.flops_per_token`, at
 utilisation (HFU, same paper) also counts what activation checkpointing recomputes. So HFU says how busy the devices
 were, and MFU how much of that was useful. Without checkpointing they are equal.
 
-Only devices in `zeroshard.profiling.devices` have a known peak; for any other the MFU is None, not a guess.
+Only devices in `zeroshard.train.profiling.devices` have a known peak; for any other the MFU is None, not a guess.
 """
 
 from __future__ import annotations
 
-from zeroshard.profiling.devices import device_by_driver_name
+from zeroshard.train.profiling.devices import device_by_driver_name
 
 
 def peak_bf16_flops_per_s(device_name: str) -> float | None:
