@@ -118,8 +118,8 @@ class FirstRankStorageError(OSError):
 
 def is_of_storage(error: OSError) -> bool:
     """Whether an error is about a disk or a folder, and not about the network or this process's own limits."""
-    elsewhere = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
-    return not elsewhere and error.errno not in _NOT_OF_STORAGE
+    of_network = isinstance(error, ConnectionError | TimeoutError | socket.gaierror)
+    return not of_network and error.errno not in _NOT_OF_STORAGE
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

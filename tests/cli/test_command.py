@@ -27,7 +27,7 @@ from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import ELSEWHERE, fields_by_name, nested, validate
+from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nested, validate
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
@@ -505,8 +505,8 @@ def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change_and_n
 
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():
     flags, settings = flags_of(TrainConfig, SHORTHANDS), fields_by_name(TrainConfig)
-    assert not set(ELSEWHERE) & set(settings)
-    for theirs, ours in ELSEWHERE.items():
+    assert not set(NAMES_OF_OTHERS) & set(settings)
+    for theirs, ours in NAMES_OF_OTHERS.items():
         flag, known = (f"--{name}".replace("_", "-") for name in (theirs, ours))
         with pytest.raises(UserError, match=f"^{flag}: there is no such flag; here it is {known}$"):
             read_flags([flag, "1"], flags)

@@ -150,7 +150,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(one_file, tmp_path):
         (tmp_path / "book.txt").write_text(TEXT + "more\n")
 
     with pytest.raises(UserError, match="changed while it was read; try again"):
-        prepare(one_file, tmp_path / "data", told=grow)
+        prepare(one_file, tmp_path / "data", on_progress=grow)
     assert not (tmp_path / "data").exists()
 
 

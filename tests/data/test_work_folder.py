@@ -12,7 +12,7 @@ import forked
 import small_tables as made
 from zeroshard.data import tables
 from zeroshard.data.meta import read_meta
-from zeroshard.data.prepare import DataSpec, Told, prepare
+from zeroshard.data.prepare import DataSpec, Progress, prepare
 from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
@@ -135,12 +135,12 @@ def test_what_was_written_is_gone_on_with_and_what_grew_beyond_is_cut_back(
     stop, num_parts = stop_after(after), len(list(made.tables_of(*sorted(folder.iterdir())).parts()))
     whole = files(prepare(spec, tmp_path / "whole", shard_tokens=3000, num_workers=1))
     with pytest.raises(_StopError):
-        prepare(spec, out, shard_tokens=3000, num_workers=1, told=stop)
+        prepare(spec, out, shard_tokens=3000, num_workers=1, on_progress=stop)
     for path in sorted((tmp_path / ".out.partial" / "draft" / "train").iterdir())[-1:]:
         for name in (path.name, "tokens-99999.bin"):
             with path.with_name(name).open("ab") as file:
                 file.write(b"torn")
-    assert files(prepare(spec, out, shard_tokens=3000, num_workers=1, told=stop)) == whole
+    assert files(prepare(spec, out, shard_tokens=3000, num_workers=1, on_progress=stop)) == whole
     if after > 20:  # of what was saved nothing is done again
         assert len(stop.calls) - after < num_parts
     assert not list(tmp_path.glob(".*partial"))
@@ -161,7 +161,7 @@ def test_begun_work_that_is_damaged_or_of_something_else_is_told_in_a_line(folde
     monkeypatch.setattr("zeroshard.data.prepare.SAVE_BYTES", 0)
     spec, out, work = DataSpec("text", (str(folder),)), tmp_path / "out", tmp_path / ".out.partial"
     with pytest.raises(_StopError):
-        prepare(spec, out, num_workers=1, told=stop_after(20))
+        prepare(spec, out, num_workers=1, on_progress=stop_after(20))
     other = DataSpec("text", (str(folder),), val_fraction=0.2)
     with pytest.raises(UserError, match=r"unfinished work with other settings: val_fraction 0\.1 where 0\.2 is asked"):
         prepare(other, out, num_workers=1)
@@ -191,7 +191,7 @@ def test_the_second_of_two_waits_for_the_first_and_takes_its_work(folder, tmp_pa
             while "waiting for it" not in capsys.readouterr().err:
                 time.sleep(0.01)
 
-    prepare(spec, out, num_workers=1, told=begin_another)
+    prepare(spec, out, num_workers=1, on_progress=begin_another)
     second[0].join()
     assert second[1] == out
     assert [each.name for each in out.parent.iterdir()] == ["out"]
@@ -204,7 +204,7 @@ def test_what_is_in_the_way_is_not_replaced(folder, tmp_path):
         (tmp_path / "out" / "mine.txt").write_text("mine")
 
     with pytest.raises(OSError, match="not empty"):
-        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=put)
+        prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, on_progress=put)
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
@@ -220,13 +220,13 @@ def test_preparing_again_reads_no_text(folder, tmp_path, monkeypatch):
 
 
 def test_progress_ends_at_one(folder, tmp_path, small_parts):
-    told: list[Told] = []
-    out = prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, told=told.append)
+    told: list[Progress] = []
+    out = prepare(DataSpec("text", (str(folder),)), tmp_path / "out", num_workers=1, on_progress=told.append)
     assert [each.fraction for each in told] == sorted(each.fraction for each in told)
     assert told[-1].fraction == 1.0
     assert told[-1].num_tokens == sum(split.num_tokens for split in read_meta(out).splits.values())
     assert told[-1].left_s == 0.0
-    assert Told(100, 0.25, 10.0).left_s == 30.0
+    assert Progress(100, 0.25, 10.0).left_s == 30.0
 
 
 @pytest.mark.parametrize("kind", made.KINDS)

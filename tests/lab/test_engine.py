@@ -12,7 +12,7 @@ from zeroshard.zero import STAGES, MixedPrecision
 BYTES = 16 * 16 * 4  # of one unit's weights
 
 
-def _told(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
+def _actions(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
     """Of a root and two units: by event, what the engine does in the last micro-batch."""
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     buffers = tuple(buffers_of(net, world_size, [net[0], net[1]]))
@@ -34,40 +34,40 @@ def _told(stage, world_size, *, num_replicas=1, syncs=(True,), **settings):
     return list(zip(events, micro_batches[-1], strict=True))
 
 
-def _sent(told):
-    return [(e.message.op, e.message.buffer, e.replicas) for _, done in told for e in done if isinstance(e, Issue)]
+def _sent(actions):
+    return [(e.message.op, e.message.buffer, e.replicas) for _, done in actions for e in done if isinstance(e, Issue)]
 
 
-def _sum(told, category):
-    return sum(e.num_bytes for _, done in told for e in done if isinstance(e, Change) and e.category == category)
+def _sum(actions, category):
+    return sum(e.num_bytes for _, done in actions for e in done if isinstance(e, Change) and e.category == category)
 
 
 def test_weights_on_their_way_are_in_use_once_they_are_waited_for():
-    told = _told(3, 4)
-    begins, first = told[0], told[1]
+    actions = _actions(3, 4)
+    begins, first = actions[0], actions[1]
     changes = [e.num_bytes for e in begins[1] if isinstance(e, Change) and e.category == "prefetch"]
     assert changes == [BYTES, BYTES, -BYTES]  # the root and unit 0 set out, the root has come
     assert _sum([first], "prefetch") == BYTES - BYTES  # unit 0 has come, unit 1 sets out
     assert _sum([first], "unit_buffers") == BYTES
-    assert _sum(told, "prefetch") == _sum(told, "unit_buffers") == 0  # all are freed in the end
+    assert _sum(actions, "prefetch") == _sum(actions, "unit_buffers") == 0  # all are freed in the end
 
 
 def test_each_collective_is_waited_for():
-    told = [each for _, done in _told(2, 4) for each in done]
-    assert {e.number for e in told if isinstance(e, Issue)} == {e.number for e in told if isinstance(e, Wait)}
+    actions = [each for _, done in _actions(2, 4) for each in done]
+    assert {e.number for e in actions if isinstance(e, Issue)} == {e.number for e in actions if isinstance(e, Wait)}
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(4, []), (3, [BYTES, -BYTES] * 3)])
 def test_what_comes_and_goes_within_one_event_is_temporary(world_size, expected):
-    told = _told(0, world_size, syncs=(False, True))  # a mean over 3 ranks is rounded before it is added
-    changes = [e for _, done in told for e in done if isinstance(e, Change) and e.category == "temporaries"]
+    actions = _actions(0, world_size, syncs=(False, True))  # a mean over 3 ranks is rounded before it is added
+    changes = [e for _, done in actions for e in done if isinstance(e, Change) and e.category == "temporaries"]
     assert [e.num_bytes for e in changes if abs(e.num_bytes) > 64] == expected  # but for control messages
 
 
 @pytest.mark.parametrize(("device_type", "num_waits"), [("cpu", 2), ("cuda", 1)])
 def test_a_reduction_in_two_parts_is_waited_for_once_on_a_gpu(device_type, num_waits):
     """Over NCCL stage 0 scatters and gathers; between the two a stream waits on which nothing computes."""
-    told = _told(0, 4, uniform_order=False, device_type=device_type)
+    actions = _actions(0, 4, uniform_order=False, device_type=device_type)
     parts = [(op, name, False) for name in ("1", "0", "root") for op in ("reduce_scatter", "all_gather")]
-    assert _sent(told) == [*parts, ("all_reduce", "control", False)]
-    assert sum(isinstance(each, Wait) for _, done in told for each in done) == 3 * num_waits + 1
+    assert _sent(actions) == [*parts, ("all_reduce", "control", False)]
+    assert sum(isinstance(each, Wait) for _, done in actions for each in done) == 3 * num_waits + 1

@@ -10,7 +10,7 @@ from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan, arguments
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.lab.planner.fit import chosen, fitted, told
+from zeroshard.lab.planner.fit import chosen, fitted, levers_in_words
 from zeroshard.lab.planner.levers import levers
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict import workload
@@ -72,7 +72,7 @@ def test_the_first_levers_that_are_enough_are_pulled_and_no_others(place):
     assert set(last.flags) <= set(FLAGS[:place])
     if place:
         assert FLAGS[place - 1] in last.flags
-        assert f"It fits with {' '.join(last.flags)}." in told(tried)
+        assert f"It fits with {' '.join(last.flags)}." in levers_in_words(tried)
 
 
 def test_a_lever_that_is_not_needed_is_let_go():

@@ -1,13 +1,13 @@
 import pytest
 
 import small_tables as made
-from zeroshard.data.prepare import Told
+from zeroshard.data.prepare import Progress
 from zeroshard.data.sources import check_source
 from zeroshard.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate
-from zeroshard.train.setup.prepare_data import Teller, data_folder, data_spec, run_prepare
+from zeroshard.train.setup.prepare_data import ProgressLines, data_folder, data_spec, run_prepare
 
 
 def test_what_was_prepared_is_said(tmp_path, capsys):
@@ -21,7 +21,7 @@ def test_what_was_prepared_is_said(tmp_path, capsys):
 
 def test_progress_is_a_line_now_and_then(capsys):
     for line_s in (0.0, 60.0):
-        Teller(line_s)(Told(1_000_000, 0.25, 1000.0))
+        ProgressLines(line_s)(Progress(1_000_000, 0.25, 1000.0))
     assert capsys.readouterr().err == "25.0%  1,000,000 tokens  1,000 tok/s  left 0:50:00\n"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from zeroshard.errors import ExitStatus
-from zeroshard.train.loop.stopping import STOPPED, as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import STOPPED, agreed_stop, as_numbers
 
 MOST_RANKS = 1 << 19
 
@@ -12,7 +12,7 @@ MOST_RANKS = 1 << 19
 @pytest.mark.parametrize("ranks", [1, 3, MOST_RANKS])
 def test_a_wish_of_all_ranks_is_what_they_do(wish, ranks):
     preempted, others = as_numbers(wish)
-    assert wish_of_all(preempted * ranks, others * ranks) == wish
+    assert agreed_stop(preempted * ranks, others * ranks) == wish
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_a_wish_of_all_ranks_is_what_they_do(wish, ranks):
 )
 def test_of_several_wishes_one_counts(wishes, status):
     numbers = [as_numbers(wish) for wish in wishes]
-    assert wish_of_all(*(sum(each) for each in zip(*numbers, strict=True))) == status
+    assert agreed_stop(*(sum(each) for each in zip(*numbers, strict=True))) == status

@@ -197,9 +197,9 @@ def open_manifest(path: str | PathLike[str]) -> tuple[Path, Manifest]:
     if folder is None:
         raise folders.no_checkpoint(path)
     manifest = manifests.parse(folder / MANIFEST)
-    elsewhere = folders.misplaced(path, manifest)
-    if elsewhere is not None:
-        raise elsewhere
+    misplacement = folders.misplaced(path, manifest)
+    if misplacement is not None:
+        raise misplacement
     return folder, manifest
 
 
@@ -246,9 +246,9 @@ def facts_of(path: Path, source: Saveable, step: int, extra: Mapping[str, Any] |
 @contextmanager
 def making_folder(comm: Communicator, source: Saveable) -> Generator[None]:
     """Compare, at the end of this block, what ranks have done to the source: see `Saveable`. Collective."""
-    with agreement(comm, "save", "do the same on every rank before it", phase="making the folder") as told:
+    with agreement(comm, "save", "do the same on every rank before it", phase="making the folder") as compared:
         yield
-        told += getattr(source, "unsettled", list)()
+        compared += getattr(source, "unsettled", list)()
 
 
 def collect(source: Saveable) -> list[NamedShard]:

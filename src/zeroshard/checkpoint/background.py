@@ -74,7 +74,7 @@ class _Pending:
     completing: bool = False
     done_bytes: int = 0
     num_done: int = 0  # finished units of work, of any size
-    num_told: int = 0  # `num_done` when this rank last told the others
+    num_reported: int = 0  # `num_done` when this rank last told the others
     lock: Lock = field(default_factory=Lock)
 
     def advance(self, num_bytes: int = 0) -> None:
@@ -189,8 +189,8 @@ class BackgroundSaver:
         """
         pending, comm = self._pending, self._comm
         if pending is None:
-            untold, self._unreported = self._unreported, None
-            return untold
+            unreported, self._unreported = self._unreported, None
+            return unreported
         if not pending.saved.error:
             if self._is_writing(pending):
                 return None
@@ -275,8 +275,8 @@ class BackgroundSaver:
     def _is_writing(self, pending: _Pending) -> bool:
         """Whether any rank has not finished this phase; also reports progress to `on_progress`. Collective."""
         is_writing, num_done = pending.work is not None and not pending.work.done(), pending.num_done
-        words = torch.tensor([is_writing, num_done > pending.num_told], dtype=torch.int64)
-        pending.num_told = num_done
+        words = torch.tensor([is_writing, num_done > pending.num_reported], dtype=torch.int64)
+        pending.num_reported = num_done
         words = words.to(self._comm.control_device)
         with labelled(CONTROL):
             self._comm.all_reduce(words, op="max").wait()
@@ -289,8 +289,8 @@ class BackgroundSaver:
         """Return the outcome of a phase that every rank has finished: the first rank's error, if any. Collective."""
         failure = None if pending.work is None else pending.work.exception()
         ours = failure is not None and not isinstance(failure, OSError)
-        told = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])
-        words = first_message(self._comm, None if failure is None else told)
+        report = json.dumps([ours, f"{type(failure).__name__}: {failure}" if ours else str(failure)])
+        words = first_message(self._comm, None if failure is None else report)
         if words is not None:
             rank, (ours, what) = words[0], json.loads(words[1])
             if ours:

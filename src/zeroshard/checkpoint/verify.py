@@ -64,8 +64,8 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
         if error.todo != DAMAGED_TODO:  # an unknown version
             raise
         return (Damage(folder / MANIFEST, error.what),)
-    elsewhere = misplaced(Path(path), manifest)
-    found = (Damage(Path(path), elsewhere.what),) if elsewhere else ()
+    misplacement = misplaced(Path(path), manifest)
+    found = (Damage(Path(path), misplacement.what),) if misplacement else ()
     return found + damages(folder, manifest, manifest.regions(), progress)
 
 

@@ -185,8 +185,8 @@ def _stop_signals_exit() -> Generator[None]:
     def leave(signum: int, frame: object) -> NoReturn:
         raise _TerminatedError(statuses[signal.Signals(signum)])
 
-    heard = (number for number in statuses if signal.getsignal(number) != signal.SIG_IGN)
-    before = {number: signal.signal(number, leave) for number in heard}
+    handled = (number for number in statuses if signal.getsignal(number) != signal.SIG_IGN)
+    before = {number: signal.signal(number, leave) for number in handled}
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from zeroshard.errors import UserError
-from zeroshard.train.config.validate import ELSEWHERE, fields_by_name, nearest, no_text
+from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nearest, no_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
         name = name.replace("_", "-")
         flag = flags.get(name)
         if flag is None:
-            known = f"--{ELSEWHERE.get(name[2:].replace('-', '_'), '')}".replace("_", "-")
+            known = f"--{NAMES_OF_OTHERS.get(name[2:].replace('-', '_'), '')}".replace("_", "-")
             todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
             raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":

@@ -145,7 +145,7 @@ def agreement(
         raise
     except Exception as error:
         with suppress(PeerError):  # a peer that is lost does not hide this rank's own error
-            first_other(comm, json.dumps(_told(error)))
+            first_other(comm, json.dumps(_described(error)))
         raise
     found = first_other(comm, json.dumps(lines))
     if found is None:
@@ -177,7 +177,7 @@ def first_rank_does(comm: Communicator, work: Callable[[], object]) -> None:
     try:
         while largest(comm, 0):  # ends with the call in which rank 0 has finished
             pass
-        told = send_bytes(comm, json.dumps(_told(failure)).encode() if failure else b"", 0)
+        told = send_bytes(comm, json.dumps(_described(failure)).encode() if failure else b"", 0)
     finally:  # a peer that is lost does not hide rank 0's own error
         if failure is not None:
             raise failure
@@ -209,7 +209,7 @@ def _others_wait_on(comm: Communicator) -> Generator[None]:
             thread.join()
 
 
-def _told(error: Exception) -> dict[str, list[str]]:
+def _described(error: Exception) -> dict[str, list[str]]:
     """Return what other ranks are told about an error: its kind, and its arguments."""
     if isinstance(error, UserError):
         return {"UserError": [error.field, error.what, error.todo]}
@@ -220,7 +220,7 @@ def _told(error: Exception) -> dict[str, list[str]]:
 
 
 def _raise(told: dict[str, list[str]], form: str, of_storage: type[OSError] = OSError) -> NoReturn:
-    """Raise what `_told` describes, with its text in ``form``."""
+    """Raise what `_described` describes, with its text in ``form``."""
     ((kind, words),) = told.items()
     if kind == "UserError":
         raise UserError(*words)

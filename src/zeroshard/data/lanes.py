@@ -153,10 +153,10 @@ class Lanes:
                 message += _packed(number, *future.result())
         except Exception as error:  # noqa: BLE001 -- raised below, once the other ranks know
             failure = error
-            told = "", f"{type(error).__name__}: {error}", ""
+            described = "", f"{type(error).__name__}: {error}", ""
             if isinstance(error, UserError):
-                told = error.field, error.what, error.todo
-            message = _FAILED + json.dumps(told).encode()
+                described = error.field, error.what, error.todo
+            message = _FAILED + json.dumps(described).encode()
         self._ahead.clear()
         try:
             messages = self._gather(message) if self._gather else [message]

@@ -1,4 +1,4 @@
-"""Prefetch pages of memory-mapped files: the kernel is told of all rows of a batch, and reads them at the same time.
+"""Prefetch pages of memory-mapped files: the kernel gets all rows of a batch, and reads them at the same time.
 
 Without this, a page that is not in memory is read when it is first touched, one page after another, and the reader
 waits for each. Rows of a shuffled corpus lie anywhere, so for a corpus larger than memory nearly every row is such a

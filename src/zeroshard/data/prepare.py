@@ -69,7 +69,7 @@ SAVE_BYTES, SAVE_S = 256 << 20, 10.0  # the state is saved after so many written
 
 
 @dataclass(frozen=True)
-class Told:
+class Progress:
     """The progress of a preparation."""
 
     num_tokens: int  # tokens of both splits that are written
@@ -92,7 +92,7 @@ class _Job:
     work: Path
     shard_tokens: int
     num_workers: int
-    told: Callable[[Told], None]
+    on_progress: Callable[[Progress], None]
 
     @property
     def draft(self) -> Path:
@@ -117,7 +117,7 @@ def prepare(
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     num_workers: int = 0,
-    told: Callable[[Told], None] = lambda told: None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
     """Write the tokens of ``spec`` into the folder ``out``, unless they exist already.
 
@@ -127,7 +127,7 @@ def prepare(
         shard_tokens: tokens per file.
         num_workers: processes that encode; 0 for one per core, fewer if there is little to encode. The files do not
             depend on it.
-        told: called now and then with the progress.
+        on_progress: called now and then with the progress.
 
     Returns:
         ``out``.
@@ -158,7 +158,7 @@ def prepare(
             remove(work)
             return out
         workers = num_workers or min(num_cpus(), max(1, fingerprint.num_bytes // PART_BYTES))  # one costs a second
-        meta = _write(source, _Job(spec, fingerprint, work, shard_tokens, workers, told))
+        meta = _write(source, _Job(spec, fingerprint, work, shard_tokens, workers, on_progress))
         if _open(spec).fingerprint() != fingerprint:
             remove(work)
             raise UserError("data.path", f"{meta.source.description} changed while it was read", "try again")
@@ -253,7 +253,8 @@ def _write_text(source: TextSource | Tables, job: _Job) -> _Written:
             state.num_bytes = found.num_bytes if is_table else state.num_bytes + found.num_bytes
             num_tokens, now = state.train + state.val, time.monotonic()
             shares = state.num_bytes / job.fingerprint.num_bytes, num_tokens / (spec.max_tokens or 1 << 63)
-            job.told(Told(num_tokens, min(max(shares), 1.0), (num_tokens - began_with) / max(now - began, 1e-9)))
+            tokens_per_s = (num_tokens - began_with) / max(now - began, 1e-9)
+            job.on_progress(Progress(num_tokens, min(max(shares), 1.0), tokens_per_s))
             if (num_tokens - saved_with) * DTYPES[dtype].itemsize > SAVE_BYTES or now - saved_at > SAVE_S:
                 _save(job.work, state, writers)
                 saved_at, saved_with = now, num_tokens

@@ -85,8 +85,8 @@ def run_export(config: ExportConfig) -> int:
             num_bytes = hf_folder_export.write_adapters(draft, source.model, reader, source.kind, dtype)
             hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
             what = f"adapters of {hf_folder_export.base_of(source.model)}, {config.dtype}, {num_bytes:,} bytes"
-            told = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
-            print(printable(f"{told}; --merged writes the whole model"))
+            described = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
+            print(printable(f"{described}; --merged writes the whole model"))
             return int(ExitStatus.OK)
         merged = MergedWeights(reader, source.lora.scale, source.transposed) if source.lora else reader
         if isinstance(source.model, HuggingFaceModel):

@@ -188,8 +188,8 @@ class _Agent(LocalElasticAgent):
         if not self._remaining_restarts:
             return result
         why = ending.line or f"exit status {ending.status}"
-        elsewhere = not alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
-        if self.moves_left and (ending.status == ExitStatus.STAGE_RAISED or elsewhere):
+        of_another_host = not alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
+        if self.moves_left and (ending.status == ExitStatus.STAGE_RAISED or of_another_host):
             self.moves_left -= 1
             print(f"started again: {why}", file=sys.stderr, flush=True)
         elif ending.status in WORTH_A_RESTART and self.restarts_left:

@@ -37,11 +37,11 @@ def ended_with_launcher() -> Generator[None]:
         yield
         return
     # Python runs its handlers on the main thread, which may block; the C handler writes to this descriptor at once
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     left = threading.Event()
-    arguments = (heard, left)
+    arguments = (reader, left)
     thread = threading.Thread(target=_end_after_interrupt, args=arguments, name="end-after-interrupt", daemon=True)
     thread.start()
     interrupt = signal.getsignal(signal.SIGINT)
@@ -53,7 +53,7 @@ def ended_with_launcher() -> Generator[None]:
         left.set()
         signal.signal(signal.SIGINT, interrupt)
         signal.set_wakeup_fd(before)
-        told.close()
+        writer.close()
 
 
 @contextmanager
@@ -102,10 +102,10 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _end_after_interrupt(heard: socket.socket, left: threading.Event) -> None:
+def _end_after_interrupt(reader: socket.socket, left: threading.Event) -> None:
     interrupted = False
-    with heard:
-        while signum := heard.recv(1):
+    with reader:
+        while signum := reader.recv(1):
             if signum[0] == signal.SIGINT and _saves_first.is_set() and not interrupted:
                 interrupted = True
             elif signum[0] == signal.SIGINT:

@@ -180,9 +180,9 @@ def _difference(part: Tensor, whole: Tensor, p: float = 2.0) -> float:
 
 def _most(sequence: SequenceParallel, difference: float, label: int = 0) -> tuple[float, int, str]:
     """The largest difference of a rank, its label, and both in words. Collective."""
-    told = by_rank(sequence.comm, int(min(difference, _MILLION) * _MILLION) * len(_NAMES) + label)
-    rank = max(range(sequence.size), key=told.__getitem__)
-    millionths, label = divmod(told[rank], len(_NAMES))
+    by_rank_number = by_rank(sequence.comm, int(min(difference, _MILLION) * _MILLION) * len(_NAMES) + label)
+    rank = max(range(sequence.size), key=by_rank_number.__getitem__)
+    millionths, label = divmod(by_rank_number[rank], len(_NAMES))
     return millionths / _MILLION, label, f"by {millionths / _MILLION:.1%} on rank {rank}".replace("%", " %")
 
 

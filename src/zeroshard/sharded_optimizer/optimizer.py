@@ -111,13 +111,13 @@ class ShardedOptimizer(Optimizer):
         # All ranks' states, on the rank that a consolidation brought them to, until the next change
         self._unsharded_state: dict[Any, Any] | None = None
         self._consolidated_to: int | None = None
-        with agreement(self.comm) as told:
+        with agreement(self.comm) as compared:
             super().__init__(params, {})
-            added, self._kwargs = self._assign(self.param_groups, told), kwargs
+            added, self._kwargs = self._assign(self.param_groups, compared), kwargs
             self._no_closure = check_reach(optimizer_cls, kwargs, self.param_groups)
             self.optim = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
             self._take_options()
-            told += self._settings()
+            compared += self._settings()
         self._start_from_rank_0(added)
 
     # -- groups -----------------------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ class ShardedOptimizer(Optimizer):
             return
         num_groups, owners, loads = len(self.param_groups), dict(self._owners), list(self._loads)
         try:
-            with agreement(self.comm) as told:
+            with agreement(self.comm) as compared:
                 super().add_param_group(param_group)
-                added = self._assign(self.param_groups[num_groups:], told)
+                added = self._assign(self.param_groups[num_groups:], compared)
                 no_closure = check_reach(type(self.optim), self._kwargs, [param_group])
                 self._no_closure = self._no_closure or no_closure
                 self.optim.add_param_group(self._own_part(self.param_groups[-1]))
                 _set_options(self.param_groups[-1], self.optim.param_groups[-1])
-                told += self._settings()
+                compared += self._settings()
         except BaseException:
             del self.param_groups[num_groups:], self.optim.param_groups[num_groups:]
             self._owners, self._loads = owners, loads
@@ -158,13 +158,13 @@ class ShardedOptimizer(Optimizer):
         self._state_has_changed()
         self._start_from_rank_0(added)
 
-    def _assign(self, groups: list[dict[str, Any]], told: list[str]) -> list[Tensor]:
+    def _assign(self, groups: list[dict[str, Any]], compared: list[str]) -> list[Tensor]:
         """Assign owners to the parameters of new groups; return these parameters, and describe them in the list."""
         added = list(dict.fromkeys(param for group in groups for param in group["params"]))
-        told.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
+        compared.append(f"{len(added)} parameters, in groups of {[len(group['params']) for group in groups]}")
         for number, param in enumerate(added):
             check_param(param)
-            told.append(f"as number {number} {describe(param)}")
+            compared.append(f"as number {number} {describe(param)}")
         owners = assign([param.nbytes for param in added], [param.requires_grad for param in added], self._loads)
         self._owners.update(zip(added, owners, strict=True))
         self._numbers = {param: number for number, param in enumerate(self._owners)}
@@ -249,10 +249,10 @@ class ShardedOptimizer(Optimizer):
         may_move = {p for p in listed if p.grad is not None or (p.requires_grad and not self._of_torch)}
         moves = [owners[i] == self.comm.rank and p in may_move for i, p in enumerate(params)]
         settings = both_ends(digest_of("\n".join(self._settings()).encode()))
-        told = torch.tensor([*moves, *settings], dtype=torch.uint8, device=self.comm.control_device)
+        flags = torch.tensor([*moves, *settings], dtype=torch.uint8, device=self.comm.control_device)
         with labelled(CONTROL):
-            self.comm.all_reduce(told, "max").wait()
-        agreed = told.tolist()
+            self.comm.all_reduce(flags, "max").wait()
+        agreed = flags.tolist()
         require_same(self.comm, agreed[len(moves) :], self._settings())
         moved = [index for index, one in enumerate(agreed[: len(moves)]) if one]
         sizes = [param.nbytes for param in params]

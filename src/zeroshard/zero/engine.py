@@ -128,12 +128,13 @@ class Zero(Engine):
         comm = communicator(comm, device=construction.device_of(model, device))
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
-        with construction.same_on_every_rank(comm) as told:
+        with construction.same_on_every_rank(comm) as compared:
             self.strategy = construction.row_of(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             others = {**checked, "offload": offload}
-            told += construction.described(model, self.strategy, self.precision, prefetch, shard_size, buffers, others)
+            how = prefetch, shard_size, buffers, others
+            compared += construction.described(model, self.strategy, self.precision, *how)
             away = construction.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
         check_rank_groups(self.strategy, shard_size, self.precision, **checked)
@@ -165,7 +166,7 @@ class Zero(Engine):
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
-        self._optimizers.show_what_travels()
+        self._optimizers.refresh_in_wire_format()
         if self.local_steps is not None and init is not loaded_later:
             self.local_steps.begin_alike()
         self._handles.append(guards.install(self))
@@ -309,7 +310,7 @@ class Zero(Engine):
         relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
         self._optimizers.hold_pieces()
-        self._optimizers.show_what_travels()
+        self._optimizers.refresh_in_wire_format()
 
     def resume_at(self, step: int) -> None:
         """Continue stochastic rounding, and new replicas, as after ``step`` steps; `checkpoint.load` calls it."""

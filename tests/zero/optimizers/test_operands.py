@@ -16,7 +16,7 @@ class OnTheHost(StepOperands):
     def __init__(self):
         self.brought, self.taken_back = [], 0
 
-    def elsewhere(self, pieces):
+    def to_bring(self, pieces):
         return list(pieces)
 
     def bring(self, pieces):

@@ -80,12 +80,12 @@ class Listener:
                         del self._strangers[oldest]
                         _hang_up(oldest)
                     self._strangers[line] = None
-                threading.Thread(target=self._hear, args=(line,), name="ring-caller", daemon=True).start()
+                threading.Thread(target=self._answer, args=(line,), name="ring-caller", daemon=True).start()
         with self._lock:
             for line in self._strangers:
                 _hang_up(line)
 
-    def _hear(self, line: socket.socket) -> None:
+    def _answer(self, line: socket.socket) -> None:
         """Challenge a caller, and keep or close its connection; runs on a thread of its own."""
         until, challenge = time.monotonic() + PATIENCE_S, secrets.token_bytes(_RANDOM_BYTES)
         try:

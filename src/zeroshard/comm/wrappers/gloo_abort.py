@@ -18,18 +18,18 @@ from typing import Any
 
 HOLD_S = 60.0  # a process that has raised the fault ends earlier
 _THROWN = b"N4gloo"  # how the names of gloo's exceptions begin, as C++ encodes them
-_told: weakref.WeakSet[Event] = weakref.WeakSet()
+_watched: weakref.WeakSet[Event] = weakref.WeakSet()
 _kept: list[Any] = []  # the handler, which C++ may call until the process ends
 
 
 def hold_no_more(event: Event) -> None:
     """Hold gloo's thread no more for the sake of this event's watch, which has ended."""
-    _told.discard(event)
+    _watched.discard(event)
 
 
 def hold_for(event: Event) -> None:
     """Set ``event`` when gloo's thread would abort the process, and hold that, until `hold_no_more`."""
-    _told.add(event)
+    _watched.add(event)
     if _kept:
         return
     try:
@@ -45,7 +45,7 @@ def hold_for(event: Event) -> None:
         # a ``std::type_info`` is the address of its methods and that of its name
         type_info = type_of_exception()
         name = ctypes.c_char_p.from_address(type_info + ctypes.sizeof(ctypes.c_void_p)).value if type_info else None
-        events = list(_told)
+        events = list(_watched)
         if events and name is not None and name.startswith(_THROWN):
             for each in events:
                 each.set()

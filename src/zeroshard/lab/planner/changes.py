@@ -46,11 +46,11 @@ def changes_that_fit(planner: Planner, stages: Stages, micro_batch: int | None, 
     planned = [(change, row) for change, row in found if row is not None]
     if not any(row.fits for _, row in planned):
         return f"{start}; no single change helps: take a larger GPU or a smaller model."
-    told = [f"  {_told(change, row)}" for change, row in planned]
-    return "\n".join([f"{start}. What to change, in the order in which to try it:", *told])
+    lines = [f"  {_in_words(change, row)}" for change, row in planned]
+    return "\n".join([f"{start}. What to change, in the order in which to try it:", *lines])
 
 
-def _told(change: Change, row: Row) -> str:
+def _in_words(change: Change, row: Row) -> str:
     name, planner, cost = change
     if row.fits_device and not row.fits:
         return f"{name} would not do: {row.node_host_bytes / GIB:,.0f} GiB of host memory a node"

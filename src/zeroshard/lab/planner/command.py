@@ -13,7 +13,7 @@ from zeroshard.lab.planner.advice import recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.fit import Tried, chosen, fitted, told
+from zeroshard.lab.planner.fit import Tried, chosen, fitted, levers_in_words
 from zeroshard.lab.planner.inverse import Answer, fewest
 from zeroshard.lab.planner.longest import longest_sequence
 from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, plan
@@ -101,7 +101,7 @@ def _with_cost(config: PlanConfig, found: Plan, width: int, tried: Sequence[Trie
     content["command"] = next_command.next_command(config, found)
     content |= {"fit": [each.as_dict() for each in tried]} if tried else {}
     lines = [
-        *([told(tried), ""] if tried else []),
+        *([levers_in_words(tried), ""] if tried else []),
         text(found, width),
         *([cost.sentence()] if cost is not None else []),
         *next_command.suggestion(config, found),

@@ -88,10 +88,10 @@ class Comparison:
             kind, verb, worse = "fastest", "is", "slower"
             by = [1 - other.tokens_per_s / best.cost.tokens_per_s for other in others]
         asked = best.cost.dollars_per_h or best.cost.num_tokens
-        told = f"The {kind} is {best.name}, {best.row}{f': {best.cost.sentence()}' if asked else '.'}"
-        told += f" The next one {verb} {min(by):.0%} {worse}." if by else ""
+        text = f"The {kind} is {best.name}, {best.row}{f': {best.cost.sentence()}' if asked else '.'}"
+        text += f" The next one {verb} {min(by):.0%} {worse}." if by else ""
         unsure = " or ".join(self.unsure)
-        return f"{told} By the ranges of their rates it may as well be {unsure}." if unsure else told
+        return f"{text} By the ranges of their rates it may as well be {unsure}." if unsure else text
 
     def text(self) -> str:
         """The comparison as text: a table with a line for each GPU, and sentences."""

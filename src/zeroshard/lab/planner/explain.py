@@ -41,19 +41,19 @@ def explain(planner: Planner, row: Row) -> str:
         what = f"Of the step quantising takes {seconds(took.wire_s)}, on the cores or the GPU that compute."
         lines += [what, ""]
     lines += [*columns([("time", "figure", "from"), *_rates(planner)]), *_ranges(row), "", *_memory(row)]
-    told = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in row.process.as_dict().items() if n]
-    return "\n".join([*lines, *(columns([("beside", "bytes", "from"), *told], right=(1,)) if told else [])])
+    rows = [(name.replace("_", " "), size(n), SOURCES[name]) for name, n in row.process.as_dict().items() if n]
+    return "\n".join([*lines, *(columns([("beside", "bytes", "from"), *rows], right=(1,)) if rows else [])])
 
 
 def _traffic(row: Row) -> list[str]:
     """Lines on the collectives of each link, with the bytes of unsharded buffers, as communicators count them."""
-    told = [
+    rows = [
         f"{each.op} among {each.num_ranks:,} ranks, {each.link}: {each.count:,} in a step, buffers of "
         f"{size(each.num_bytes)}"
         for each in row.by_link
         if each.num_ranks > 1
     ]
-    return told or ["One rank sends nothing."]
+    return rows or ["One rank sends nothing."]
 
 
 def _rates(plan: Planner) -> list[tuple[str, str, str]]:
@@ -61,36 +61,36 @@ def _rates(plan: Planner) -> list[tuple[str, str, str]]:
     device, cluster = plan.device, plan.cluster
     peak = device.matmul_flops_per_s.get(plan.workload.dtype, 0.0)
     both = f"{peak / 1e12:,.4g} TFLOP/s, {device.bytes_per_s / 1e9:,.4g} GB/s"
-    told = [("data sheet" if device.matmul_share != 1 else "device", both, device.source)]
+    rows = [("data sheet" if device.matmul_share != 1 else "device", both, device.source)]
     if device.sustained:
-        told += _sustained(plan.software, SUSTAINED[device.sustained])
+        rows += _sustained(plan.software, SUSTAINED[device.sustained])
     elif device.matmul_share != 1:
-        told.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
-    told += _quantising(plan)
+        rows.append(("products", f"{device.matmul_share:.2g} of the data sheet", NO_RUN))
+    rows += _quantising(plan)
     links = [("within a node", cluster.within)] * (min(cluster.ranks_per_node, cluster.world_size) > 1)
     links += [("between nodes", cluster.between)] * (cluster.world_size > cluster.ranks_per_node)
     for where, link in links:
         rate = f"{link.share:.3g} of {link.bytes_per_s / 1e9:,.4g} GB/s, {seconds(link.latency_s)} a step"
-        told.append((where, rate, f"{link.name}: {link.source}"))
+        rows.append((where, rate, f"{link.name}: {link.source}"))
         for each in link.protocols:
             small = f"{each.name}: {seconds(each.call_s)} a call, {seconds(each.ring_step_s)} a step"
-            told.append((f"{where}, small", small, NCCL))
-    return told
+            rows.append((f"{where}, small", small, NCCL))
+    return rows
 
 
 def _quantising(plan: Planner) -> list[tuple[str, str, str]]:
     """Rows of the time of each conversion to or from a wire format; empty if there is no wire format."""
     precision, device = plan.workload.precision, plan.device
     forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
-    told = []
+    rows = []
     names = [f"{form.name} {kind}" for form in forms if isinstance(form, BlockFormat) for kind in CONVERSIONS]
     for name in names:
         measured = device.conversions.get(name)
         if measured is None:
-            told.append((name, "its bytes over the memory's rate", NOT_MEASURED))
+            rows.append((name, "its bytes over the memory's rate", NOT_MEASURED))
         else:
-            told.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
-    return told
+            rows.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))
+    return rows
 
 
 def _sustained(software: Software, rates: Sustained) -> list[tuple[str, str, str]]:

@@ -86,7 +86,7 @@ def chosen(tried: Sequence[Tried]) -> Tried:
     return fitting[-1] if fitting else min(tried, key=lambda each: each.row.needed_bytes)
 
 
-def told(tried: Sequence[Tried]) -> str:
+def levers_in_words(tried: Sequence[Tried]) -> str:
     """The sets in a table, and which is taken."""
     plan, best = tried[0].plan, chosen(tried)
     cells = [("with", "memory", "step", "tokens/s", "fits", "at")]

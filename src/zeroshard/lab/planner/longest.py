@@ -85,7 +85,7 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
     return Answer(
         given.tokens or None,
         "tokens",
-        _told(planner, stage, micro_batch, found),
+        _in_words(planner, stage, micro_batch, found),
         tuple(each.as_dict() for each in found),
     )
 
@@ -200,7 +200,7 @@ def _parts_of_states(row: Row | None) -> dict[str, int]:
     return {"training state": sum(n for name, n in peak.items() if name not in ACTIVATIONS)}
 
 
-def _told(planner: Planner, stage: int, micro_batch: int, found: list[Longest]) -> str:
+def _in_words(planner: Planner, stage: int, micro_batch: int, found: list[Longest]) -> str:
     workload, cluster = planner.workload, planner.cluster
     where = f"{cluster.world_size:,} x {planner.device.name}"
     where += f", stage {stage}" if planner.stages_differ else ""

@@ -86,7 +86,7 @@ def recorded(
         engine.update()
         with engine.log:
             parts = [engine.micro_batch(events, sync=sync) for sync in syncs]
-    return [[engine.log.named(told) for told in part] for part in parts]
+    return [[engine.log.named(actions) for actions in part] for part in parts]
 
 
 class _Peers:
@@ -140,10 +140,10 @@ class _Pending:
         """Record the wait; the gathered weights now count as ``unit_buffers`` and no longer as ``prefetch``."""
         if is_on_side_stream():
             return
-        self._log.told += [Wait(self._number), *self._after]
+        self._log.actions += [Wait(self._number), *self._after]
         self._after = ()
         if self._gathered:
-            self._log.told += [Change("prefetch", -self._gathered), Change("unit_buffers", self._gathered)]
+            self._log.actions += [Change("prefetch", -self._gathered), Change("unit_buffers", self._gathered)]
             self._gathered = 0
 
 
@@ -161,13 +161,13 @@ class _Log(StorageEvents):
     """Records what the engine does, in order.
 
     Attributes:
-        told: actions since the last event. An allocation or a free is a pair of a storage's number and its change in
+        actions: actions since the last event. An allocation or a free is a pair of a storage's number and its change in
             bytes, until `named` replaces it by a `Change` with a category.
     """
 
     def __init__(self) -> None:
         super().__init__(self._comes_or_goes, self._ran)
-        self.told: list[EngineAction | tuple[int, int]] = []
+        self.actions: list[EngineAction | tuple[int, int]] = []
         self.rank_groups: RankGroups | None = None
         self.wires: dict[str, BufferFormats] = {}  # by buffer
         self.has_streams = False
@@ -183,7 +183,7 @@ class _Log(StorageEvents):
         gathered = self._grown()
         num_bytes = unsharded.nbytes
         if gathered:
-            self.told.append(Change("prefetch", gathered))
+            self.actions.append(Change("prefetch", gathered))
         self._number += 1
         label = current_label()
         control = label == CONTROL
@@ -193,10 +193,10 @@ class _Log(StorageEvents):
         before, after = self._converted(comm, op, buffer, phase, replicas=replicas)
         replicas = replicas or (nodes is not None and comm is nodes.between)
         if not self.has_streams:
-            self.told += before
+            self.actions += before
             before = ()
         message = Message(op, num_bytes, buffer, phase, comm.world_size)
-        self.told.append(Issue(self._number, message, replicas, control, before))
+        self.actions.append(Issue(self._number, message, replicas, control, before))
         return _Pending(self, self._number, gathered, after)
 
     def _converted(
@@ -217,17 +217,17 @@ class _Log(StorageEvents):
     def look_for_freed(self) -> None:
         """Record unsharded weights that were freed since the last call: resizing a storage triggers no event."""
         for key in [key for key in self._allocated if not self.freed[key].nbytes()]:
-            self.told.append(Change("unit_buffers", -self._allocated.pop(key)))
+            self.actions.append(Change("unit_buffers", -self._allocated.pop(key)))
 
     def _comes_or_goes(self, storage: int, change: int) -> None:
-        self.told.append((storage, change))
+        self.actions.append((storage, change))
         (self._unknown.add if change > 0 else self._unknown.discard)(storage)
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.look_for_freed()
         work = work_of(func, args, kwargs, result)
         if work is not None:
-            self.told.append(work)
+            self.actions.append(work)
 
     def take_actions(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
         """Return and clear the actions of the event that just ended."""
@@ -236,14 +236,14 @@ class _Log(StorageEvents):
             for holding in holdings(units, (), {}):
                 self._categories.setdefault(self.number_of(holding.tensor), holding.category)
             self._unknown.clear()
-        told, self.told = self.told, []
-        return told
+        actions, self.actions = self.actions, []
+        return actions
 
-    def named(self, told: Sequence[EngineAction | tuple[int, int]]) -> list[EngineAction]:
+    def named(self, actions: Sequence[EngineAction | tuple[int, int]]) -> list[EngineAction]:
         """Replace storages' numbers by their categories; a storage that was freed within its event is a temporary."""
         return [
             Change(self._categories.get(each[0], "temporaries"), each[1]) if isinstance(each, tuple) else each
-            for each in told
+            for each in actions
         ]
 
 
@@ -313,18 +313,18 @@ class _Engine:
         """Send the events of a forward and a backward; returns what the engine does at each."""
         self._runtime.sync = sync
         turn = next((i for i, event in enumerate(events) if event.name in _IN_BACKWARD), len(events))
-        told = [self._hear(event) for event in events[:turn]]
+        actions = [self._handle(event) for event in events[:turn]]
         *in_pass, over = events[turn:]
         assert over.name == "backward_over"
 
         def backward() -> None:
-            told.extend(map(self._hear, in_pass))
+            actions.extend(map(self._handle, in_pass))
 
         # [Note: Inside autograd]
         _Backward.apply(torch.zeros((), requires_grad=True), backward).backward()
-        return [*told, self._take()]
+        return [*actions, self._take()]
 
-    def _hear(self, event: Event) -> list[EngineAction | tuple[int, int]]:
+    def _handle(self, event: Event) -> list[EngineAction | tuple[int, int]]:
         runtime = self._runtime
         unit = self._root if event.unit == ROOT else self._units[event.unit]
         if event.name in ("pre_forward", "recompute"):
@@ -349,12 +349,12 @@ class _Engine:
         self._runtime.clear_grads()
 
     def _take(self) -> list[EngineAction | tuple[int, int]]:
-        told = self.log.take_actions([self._root, *self._units])
+        actions = self.log.take_actions([self._root, *self._units])
         waiting = sum([group.grads.waiting_bytes for group in self._groups])
         if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
-            told.append(Change("temporaries", waiting - self._waiting_bytes))
+            actions.append(Change("temporaries", waiting - self._waiting_bytes))
             self._waiting_bytes = waiting
-        return told
+        return actions
 
 
 _IN_BACKWARD = ("pre_backward", "grad", "backward_over")

@@ -548,11 +548,11 @@ class _Log:
         found: list[Event | Work | tuple[int, int]] = []
         later: dict[int, list[tuple[int, int]]] = {}
         for place, entry in enumerate(self._entries):
-            told = kernels.get(entry, entry.work) if isinstance(entry, Operation) else entry
-            if isinstance(told, tuple) and told[1] < 0 and until.get(told[0], 0) > place:
-                later.setdefault(until[told[0]], []).append(told)
-            elif told is not None and not (isinstance(told, tuple) and told[0] in sources):
-                found.append(told)
+            recorded = kernels.get(entry, entry.work) if isinstance(entry, Operation) else entry
+            if isinstance(recorded, tuple) and recorded[1] < 0 and until.get(recorded[0], 0) > place:
+                later.setdefault(until[recorded[0]], []).append(recorded)
+            elif recorded is not None and not (isinstance(recorded, tuple) and recorded[0] in sources):
+                found.append(recorded)
             found += later.get(place, ())
         return found
 

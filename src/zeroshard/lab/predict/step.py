@@ -83,10 +83,10 @@ def step_of(
     num_taken = min(settings.num_micro, 3)  # [Note: Many micro-batches]
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
-    told = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
+    actions = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
     other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload, settings.device_type)
     ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu", other_bytes=other_bytes)
-    parts = [ledger.micro_batch(trace.spans, told[micro]) for micro in range(num_taken)]
+    parts = [ledger.micro_batch(trace.spans, actions[micro]) for micro in range(num_taken)]
     ledger.update(_update_bytes(buffers, optimizer, settings))
     return Step(
         first=parts[0] if num_taken > 1 else [],
@@ -133,10 +133,10 @@ class _Ledger:
         self._place = "root"
         self._phase: Phase = "forward"
 
-    def micro_batch(self, spans: Sequence[Span], told: Sequence[Sequence[EngineAction]]) -> list[Action]:
+    def micro_batch(self, spans: Sequence[Span], by_event: Sequence[Sequence[EngineAction]]) -> list[Action]:
         """Return the actions of a forward and a backward: at each event first the engine's, then the model's."""
         actions: list[Action] = []
-        for span, done in zip(spans, told, strict=True):
+        for span, done in zip(spans, by_event, strict=True):
             event = span.event
             if event.name != "exchange":
                 self._place = "root" if event.unit == ROOT else self._units[event.unit]

@@ -51,7 +51,7 @@ CURVES: Mapping[str, Curve] = {
 def header_of(run: RunResult) -> list[tuple[str, str]]:
     """(name, text) pairs: what ran, where, when and how long, on which data, and with which result."""
     start, about = run.start, run.start.get("about")
-    told = {str(name): str(text) for name, text in about.items()} if isinstance(about, dict) else {}
+    facts = {str(name): str(text) for name, text in about.items()} if isinstance(about, dict) else {}
     where = ", ".join(str(start[name]) for name in ("host", "device") if start.get(name))
     rows = [
         ("state", run.state),
@@ -60,7 +60,7 @@ def header_of(run: RunResult) -> list[tuple[str, str]]:
         ("took", _took(run)),
         ("host", where),
         ("commit", str(start.get("commit", ""))),
-        *((name, told.get(name, "")) for name in ("strategy", "comm", "model", "data", "batch", "compute")),
+        *((name, facts.get(name, "")) for name in ("strategy", "comm", "model", "data", "batch", "compute")),
         ("tokens", f"{run.steps[-1].tokens:,} in {run.steps[-1].step:,} steps"),
         ("loss", _losses(run)),
         ("peak memory", size(run.peak_bytes) + " on rank 0" if run.peak_bytes else ""),

@@ -18,7 +18,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 LEFT = {"muon8bit": "use muon, or adamw8bit"}  # choices of versions before
 # Settings of other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) whose names are not similar to ours.
-ELSEWHERE = {
+NAMES_OF_OTHERS = {
     **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size", "device_batch_size"), "micro_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "grad_accum_steps"),
@@ -142,8 +142,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
     if first["type"] == "extra_forbidden":
         names = fields_by_name(kind)
         if isinstance(value, Mapping):  # a table of others: its key says more
-            field = next((name for name in by_dotted_name({field: value}) if name in ELSEWHERE), field)
-        known = ELSEWHERE.get(field, "")
+            field = next((name for name in by_dotted_name({field: value}) if name in NAMES_OF_OTHERS), field)
+        known = NAMES_OF_OTHERS.get(field, "")
         todo = f"here it is {known}" if known in names else nearest(field, names, "remove it")
         return UserError(field, "there is no such key", todo)
     if first["type"] == "literal_error":

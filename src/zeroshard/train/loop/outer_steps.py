@@ -20,7 +20,7 @@ from zeroshard.comm.agree import send_bytes
 from zeroshard.errors import ExitStatus
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.step_guard import StepGuard
-from zeroshard.train.loop.stopping import as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import agreed_stop, as_numbers
 from zeroshard.zero import OuterSteps
 
 
@@ -49,7 +49,7 @@ def outer_step_if_due(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -
         comm.all_reduce(report).wait()  # 24 bytes
     total, *wanted = report.tolist()
     said["loss"] = total / comm.world_size
-    return said, wish_of_all(*wanted)
+    return said, agreed_stop(*wanted)
 
 
 def fragments_of_outer_step(run: Run) -> list[int]:

@@ -87,7 +87,7 @@ class Saving:
             extra["guards"] = guards
         extra["best"] = run.best.state_dict()
         path = self._folder / step_name(step)
-        self._hear(self._saver.start(path, run.strategy, step=step, extra=extra))
+        self._take(self._saver.start(path, run.strategy, step=step, extra=extra))
         self._wanted_at = step
         self.alive()
 
@@ -102,7 +102,7 @@ class Saving:
 
     def poll(self, *, taken: bool) -> None:
         """Report the current save if it has ended; call it after each step, of which ``taken`` says if it was taken."""
-        self._hear(self._saver.poll())
+        self._take(self._saver.poll())
         if taken and self._retention is not None and self._run.local_steps is None:
             self._retention.proved()
 
@@ -114,7 +114,7 @@ class Saving:
     def finish(self, status: ExitStatus) -> ExitStatus:
         """Wait for the current save; return the run's exit status, given the ``status`` of its steps."""
         self.alive()
-        self._hear(self._saver.wait())
+        self._take(self._saver.wait())
         self._alive(PATIENCE_S)
         first = self._retention is not None
         if self._retention is not None:
@@ -139,7 +139,7 @@ class Saving:
         if self._retention is not None:
             self._retention.close()
 
-    def _hear(self, saved: Saved | None) -> None:
+    def _take(self, saved: Saved | None) -> None:
         if saved is None:
             return
         if saved.error:

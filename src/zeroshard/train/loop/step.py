@@ -34,7 +34,7 @@ from zeroshard.errors import ExitStatus
 from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
 from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
-from zeroshard.train.loop.stopping import as_numbers, wish_of_all
+from zeroshard.train.loop.stopping import agreed_stop, as_numbers
 from zeroshard.train.loop.validation_loss import sum_in_any_order
 from zeroshard.train.profiling.flops import model_flops_utilisation
 from zeroshard.train.records.records import StepRecord
@@ -175,18 +175,18 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> tuple[floa
         report = own.new_empty(comm.world_size, own.numel())
         with labelled(CONTROL):
             comm.all_gather(report.view(-1), own).wait()
-        *told, norm = torch.cat([report.view(-1), norm]).tolist()
-        rows = [told[start : start + len(own)] for start in range(0, len(told), len(own))]
+        *values, norm = torch.cat([report.view(-1), norm]).tolist()
+        rows = [values[start : start + len(own)] for start in range(0, len(values), len(own))]
         wanted = [sum(row[place] for row in rows) for place in (0, 1)]
-        told_losses = [loss for row in rows for loss in row[2:]]
-        mean_loss = sum_in_any_order(told_losses) / len(told_losses)
+        all_losses = [loss for row in rows for loss in row[2:]]
+        mean_loss = sum_in_any_order(all_losses) / len(all_losses)
     else:
         report = torch.cat([losses.mean().view(1), moved(wishes, losses.device), norm])
         with labelled(CONTROL):
             comm.all_reduce(report[:3]).wait()
         *sums, norm = report.tolist()
         mean_loss, wanted = sums[0] / comm.world_size, sums[1:]
-    return mean_loss, norm, wish_of_all(*wanted)
+    return mean_loss, norm, agreed_stop(*wanted)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

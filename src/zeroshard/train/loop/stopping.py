@@ -3,8 +3,8 @@
 Ctrl-C sends SIGINT; a second one ends the run at once. `kill`, Kubernetes and SLURM send SIGTERM. A terminal that is
 closed sends SIGHUP (``nohup`` makes a process ignore it, and then it is ignored here too). SLURM sends SIGUSR1 ahead of
 its time limit if asked to (``#SBATCH --signal=USR1@120``). A signal may reach one rank alone, or all of them at
-different steps. So the loop asks every rank at each step, and all ranks stop if any of them received one. A rank's wish
-to stop is two numbers that ranks add up in a message that they exchange anyway. If ranks want to stop for different
+different steps. So the loop asks every rank at each step, and all ranks stop if any of them received one. What a rank
+wants is two numbers that ranks add up in a message that they exchange anyway. If ranks want to stop for different
 reasons, one of these gives the exit status: SIGTERM goes before Ctrl-C, and that before SIGUSR1.
 """
 
@@ -22,7 +22,7 @@ from zeroshard.launch.rank_exit import saves_before_end
 
 _SAID = "stopping after this step; Ctrl-C again ends it at once"
 STOPPED = (ExitStatus.TERMINATED, ExitStatus.INTERRUPTED, ExitStatus.PREEMPTED)
-_ONE_OF_MANY = 2.0**-20  # so that the interrupts of all ranks add up to less than one wish of the other kind
+_ONE_OF_MANY = 2.0**-20  # so that the interrupts of all ranks add up to less than one of the other kind
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -60,13 +60,13 @@ def stop_signals_noted(*, speaks: bool = False) -> Generator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def as_numbers(wish: ExitStatus) -> tuple[float, float]:
-    """Return two numbers that stand for one rank's wish; (0, 0): it goes on."""
+def as_numbers(stop: ExitStatus) -> tuple[float, float]:
+    """Return two numbers that stand for one rank's reason to stop; (0, 0): it goes on."""
     others = {ExitStatus.TERMINATED: 1.0, ExitStatus.INTERRUPTED: _ONE_OF_MANY}
-    return float(wish == ExitStatus.PREEMPTED), others.get(wish, 0.0)
+    return float(stop == ExitStatus.PREEMPTED), others.get(stop, 0.0)
 
 
-def wish_of_all(preempted: float, others: float) -> ExitStatus:
+def agreed_stop(preempted: float, others: float) -> ExitStatus:
     """Return the status with which all ranks stop, from the sums of their numbers; OK: nobody wants to."""
     if others >= 1.0:
         return ExitStatus.TERMINATED

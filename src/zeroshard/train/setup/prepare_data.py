@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroshard.columns import printable
 from zeroshard.data.meta import META_NAME, read_meta
-from zeroshard.data.prepare import Told, prepare
+from zeroshard.data.prepare import Progress, prepare
 from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.data.tokens import verify, warn_if_unchecked
@@ -81,24 +81,24 @@ def run_verify(data: DataConfig) -> int:
 
 def prepare_data(data: DataConfig) -> Path:
     """Prepare ``data``, show progress on stderr, and return the folder; raises what `run_prepare` raises."""
-    return prepare(data_spec(data), data_folder(data), num_workers=data.workers, told=Teller())
+    return prepare(data_spec(data), data_folder(data), num_workers=data.workers, on_progress=ProgressLines())
 
 
-class Teller:
+class ProgressLines:
     """Prints the progress of a preparation on stderr, a line every ``line_s`` seconds."""
 
     def __init__(self, line_s: float = LINE_S) -> None:
         self._line_s, self._said_at = line_s, time.monotonic()
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, progress: Progress) -> None:
         """Print the progress, if ``line_s`` seconds have passed since the last line."""
         if time.monotonic() - self._said_at >= self._line_s:
             self._said_at = time.monotonic()
-            print(facts_of(told), file=sys.stderr, flush=True)
+            print(facts_of(progress), file=sys.stderr, flush=True)
 
 
-def facts_of(told: Told) -> str:
+def facts_of(progress: Progress) -> str:
     """Format progress as ``12.3%  123,456,789 tokens  1,234,567 tok/s  left 0:12:34``."""
-    left = round(told.left_s)
+    left = round(progress.left_s)
     clock = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-    return f"{told.fraction:.1%}  {told.num_tokens:,} tokens  {told.tokens_per_s:,.0f} tok/s  left {clock}"
+    return f"{progress.fraction:.1%}  {progress.num_tokens:,} tokens  {progress.tokens_per_s:,.0f} tok/s  left {clock}"

@@ -92,8 +92,8 @@ def check_changes(
         raise UserError(named, f"{what}were {old_data[:8]})", "restore the data, or start another run on these")
     lines: list[str] = []
     for key, value in before.items():
-        elsewhere = key.startswith(("model.", "data.", "profile.", "plan.", "link.")) and key != "data.document_mask"
-        if key in FREE or elsewhere or key not in now or now[key] == value:
+        is_free = key.startswith(("model.", "data.", "profile.", "plan.", "link.")) and key != "data.document_mask"
+        if key in FREE or is_free or key not in now or now[key] == value:
             continue
         if key in REFUSED and not (key == "optimizer" and same_rule(value, now[key])):
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")

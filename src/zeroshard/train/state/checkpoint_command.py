@@ -62,8 +62,8 @@ def _ls(path: Path) -> ExitStatus:
             rows.append((str(found.path), f"{found.step:,}", "", "", "", state))
             continue
         size = bytes_in_words(manifest.num_bytes)
-        told = (f"{manifest.step:,}", str(manifest.world_size), _strategy(manifest), size, _state(folder, manifest))
-        rows.append((str(found.path), *told))
+        cells = (f"{manifest.step:,}", str(manifest.world_size), _strategy(manifest), size, _state(folder, manifest))
+        rows.append((str(found.path), *cells))
     print("\n".join(columns(rows)) if len(rows) > 1 else f"no checkpoints in {path}")
     return ExitStatus.OK
 

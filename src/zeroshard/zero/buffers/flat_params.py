@@ -66,7 +66,7 @@ def take_written(transport: WeightTransport, master: Tensor, written: Tensor) ->
 
 
 class Reads:
-    """Is told of the weights whose reads could be watched, and watches none; `zeroshard.zero.guards.outdated` does."""
+    """Notified of the weights whose reads could be watched, it watches none; `zeroshard.zero.guards.outdated` does."""
 
     def watch(self, weights: FlatParams) -> None:
         """The parameters' values are stale or freed, and users may read them."""
@@ -205,7 +205,7 @@ class FlatParams(Weights):
     @property
     def has_writes(self) -> bool:
         """Whether a user has written into visible weights, as far as it leaves a trace, or assigned to a ``.data``."""
-        return self.visible and (self.changes.written or bool(self.changes.elsewhere(self._views)))
+        return self.visible and (self.changes.written or bool(self.changes.reassigned(self._views)))
 
     @property
     def has_untraced_writes(self) -> bool:

@@ -87,7 +87,7 @@ class ParamChanges:
         elements = np.ctypeslib.as_array(memory).reshape(-1, full.itemsize)
         return elements[self._sampled].tobytes()
 
-    def elsewhere(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
+    def reassigned(self, shown: Sequence[Tensor]) -> list[tuple[str, nn.Parameter, Tensor]]:
         """Return ``(name, parameter, expected .data)`` of parameters to whose ``.data`` a tensor was assigned."""
         home = storage_id(shown[0])
         with as_plain():
@@ -98,8 +98,8 @@ class ParamChanges:
 
     def take_assigned(self, shown: Sequence[Tensor]) -> bool:
         """Copy tensors that were assigned to parameters' ``.data`` to their places; return if any were."""
-        elsewhere = self.elsewhere(shown)
-        for name, param, view in elsewhere:
+        reassigned = self.reassigned(shown)
+        for name, param, view in reassigned:
             if (param.dtype, param.device) != (view.dtype, view.device):
                 raise RuntimeError(
                     f"{name}: its .data is {param.dtype} on {param.device} now; a parameter under an engine stays "
@@ -110,20 +110,20 @@ class ParamChanges:
             with torch.no_grad():
                 view.copy_(param.data)
             param.data = view
-        return bool(elsewhere)
+        return bool(reassigned)
 
     def drop_assigned(self, shown: Sequence[Tensor], *, visible: bool) -> bool:
         """Make parameters with another ``.data`` show ``shown`` again; return if these are visible and differ."""
-        elsewhere = self.elsewhere(shown)
+        reassigned = self.reassigned(shown)
         with as_plain():
-            differs = any(visible and not torch.equal(param.detach(), view) for _, param, view in elsewhere)
-            for _, param, view in elsewhere:
+            differs = any(visible and not torch.equal(param.detach(), view) for _, param, view in reassigned)
+            for _, param, view in reassigned:
                 param.data = view
         return differs
 
     def refuse_assigned(self, shown: Sequence[Tensor]) -> None:
         """Raise RuntimeError if a tensor was assigned to ``.data`` of hidden weights."""
-        for name, param, freed in self.elsewhere(shown):
+        for name, param, freed in self.reassigned(shown):
             with as_plain():
                 param.data = freed
             raise RuntimeError(

@@ -33,12 +33,12 @@ class StepOperands:
     A subclass keeps some elsewhere between steps: gradients in a narrower dtype, states on the host, or on disk.
     """
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the pieces of which operands must be brought."""
         return []
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
-        """Bring the operands of these pieces, which are elsewhere."""
+        """Bring the operands of these pieces, which `to_bring` has returned."""
 
     def take_back(self) -> None:
         """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
@@ -72,7 +72,7 @@ class PieceOptimizer(Generic[AnyGroup]):
     def step(self) -> None:
         """Update this rank's pieces. No communication: weights are gathered before their next use."""
         self.before_step()
-        self.operands.bring(self.operands.elsewhere(chain.from_iterable(self.pieces)))
+        self.operands.bring(self.operands.to_bring(chain.from_iterable(self.pieces)))
         try:
             self.optimizer.step()
         finally:

@@ -4,7 +4,7 @@ After a reduction every rank has it, and after the step it is in every weight. S
 rank looks at the sum of one small parameter's, in the first unit that has any and in the root unit: a NaN/Inf in the
 data, or of a layer behind, comes through there. Whether a rank found one is a further flag of the message that ranks
 exchange at the end of each backward; only if one did they exchange which. Nobody waits for a GPU: what it has computed
-by the end of the next backward is told there.
+by the end of the next backward is reported there.
 
 Rank 0 warns once, at the step that makes weights NaN/Inf. A step that is skipped, by a `GradScaler` say, warns of none.
 """
@@ -36,7 +36,7 @@ class NonFiniteGrads(LocalGrads):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
-        self._looks: list[_Look] = []  # that are not told yet
+        self._looks: list[_Look] = []  # that are not reported yet
         self._slots: weakref.WeakKeyDictionary[FlatGroup, list[int]] = weakref.WeakKeyDictionary()  # smallest first
         self._num_steps = 0
         self._found = 0  # by this rank, as it tells the others: 1, or 2 if a step has been taken since
@@ -68,10 +68,10 @@ class NonFiniteGrads(LocalGrads):
         self._looks.append(_Look(total, there, self._num_steps))
 
     def found(self) -> bool:
-        """Whether this rank has found a NaN/Inf that it has not told yet."""
+        """Whether this rank has found a NaN/Inf that it has not reported yet."""
         waiting = [look for look in self._looks if look.there is not None and not look.there.query()]
-        told, self._looks = [look for look in self._looks if all(look is not each for each in waiting)], waiting
-        bad = [look for look in told if not math.isfinite(float(look.total))]
+        finished, self._looks = [look for look in self._looks if all(look is not each for each in waiting)], waiting
+        bad = [look for look in finished if not math.isfinite(float(look.total))]
         self._found = max([1 + (look.num_steps < self._num_steps) for look in bad], default=0)
         return self._found > 0
 
@@ -82,7 +82,7 @@ class NonFiniteGrads(LocalGrads):
             return
         all_found = by_rank(runtime.comm, self._found)
         self._ranks = self._ranks or [rank for rank, each in enumerate(all_found) if each]
-        if max(all_found) > 1:  # a device has told it after the step
+        if max(all_found) > 1:  # a device has reported it after the step
             self._warn(runtime)
 
     def ranks(self) -> list[int]:

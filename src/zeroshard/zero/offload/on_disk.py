@@ -280,7 +280,7 @@ class DiskOperands(StepOperands):
         self._pieces: list[tuple[StoredGroup, list[nn.Parameter]]] = []
         self._swapped = False
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those with a master or states in the file."""
         return [piece for piece in pieces if piece in self._homes]
 

@@ -67,7 +67,7 @@ class StatesInFormat(Protocol):
         """Divide pieces into parts on which the class steps in turn, so that few states are wide at a time."""
         ...
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those whose states it keeps."""
         ...
 
@@ -95,7 +95,7 @@ class WidenedGrads(StepOperands):
     def __init__(self) -> None:
         self._narrow: list[tuple[nn.Parameter, Tensor]] = []
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which the gradient has another dtype than the piece."""
         return [piece for piece in pieces if piece.grad is not None and piece.grad.dtype != piece.dtype]
 
@@ -112,7 +112,7 @@ class WidenedGrads(StepOperands):
         self._narrow = []
 
 
-class Together(StepOperands):
+class CombinedOperands(StepOperands):
     """Several members, each of which brings its own; an observer adds one when it hears of an optimizer.
 
     Attributes:
@@ -126,9 +126,9 @@ class Together(StepOperands):
     def __init__(self, *members: StepOperands) -> None:
         self.members = list(members)
 
-    def apart(self) -> Together:
+    def apart(self) -> CombinedOperands:
         """Return the same members for another thread: what is brought there, this object does not take back."""
-        apart = Together(*map(copy, self.members))
+        apart = CombinedOperands(*map(copy, self.members))
         if self.formatted is not None:
             number = next(number for number, member in enumerate(self.members) if member is self.formatted)
             apart.formatted = cast("StatesInFormat", apart.members[number])
@@ -151,15 +151,15 @@ class Together(StepOperands):
         if self.later is not None:
             self.later.loaded(optimizer, group)
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which any member must bring operands."""
         pieces = list(pieces)
-        return list(dict.fromkeys(piece for member in self.members for piece in member.elsewhere(pieces)))
+        return list(dict.fromkeys(piece for member in self.members for piece in member.to_bring(pieces)))
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Have each member bring its own."""
         for member in self.members:
-            member.bring(member.elsewhere(pieces))
+            member.bring(member.to_bring(pieces))
 
     def take_back(self) -> None:
         """Have each member take back its own, the last first."""
@@ -174,7 +174,7 @@ class Together(StepOperands):
         pieces, formatted = list(chain.from_iterable(unit)), self.formatted
         for member in self.members:
             if member is not formatted:
-                member.bring(member.elsewhere(pieces))
+                member.bring(member.to_bring(pieces))
         for number, part in enumerate([unit] if formatted is None else formatted.parts(unit)):
             if formatted is not None and number:
                 step(optimizer)
@@ -182,14 +182,14 @@ class Together(StepOperands):
             for group, own in zip(optimizer.param_groups, part, strict=True):
                 group["params"] = own
             if formatted is not None:
-                formatted.bring(formatted.elsewhere(chain.from_iterable(part)))
+                formatted.bring(formatted.to_bring(chain.from_iterable(part)))
 
 
 class OfSteps(Protocol):
     """An optimizer over pieces: `zeroshard.zero.optimizers.piecewise.PiecewiseOptimizer`."""
 
     optimizer: Any
-    operands: Together
+    operands: CombinedOperands
     pieces: Lists
     by_group: Lists
     homes: Any
@@ -218,7 +218,7 @@ class OperandsOfSteps:
         operands, here, self._later = self._of.operands, self._of.pieces, {}
         if operands.later is not None:
             here = self._set_aside(operands.later, by_unit=by_unit)
-        if not operands.elsewhere(chain.from_iterable(here)):
+        if not operands.to_bring(chain.from_iterable(here)):
             return
         step = self._own_step() if by_unit else None
         if step is None:
@@ -257,7 +257,7 @@ class OperandsOfSteps:
     def _bring(self, by_group: Lists) -> None:
         for group, pieces in zip(self._of.optimizer.param_groups, by_group, strict=True):
             group["params"] = pieces
-            self._of.operands.bring(self._of.operands.elsewhere(pieces))
+            self._of.operands.bring(self._of.operands.to_bring(pieces))
 
     def _by_unit(self) -> dict[FlatGroup, Lists]:
         """The pieces that have gradients, flat group by flat group."""

@@ -27,7 +27,7 @@ from zeroshard.optimizer_classes.reach import OptimizerKind, no_class
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
-from zeroshard.zero.optimizers.operands import StateFormat, Together, WidenedGrads
+from zeroshard.zero.optimizers.operands import CombinedOperands, StateFormat, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.layout import kind_of_group, needed_block
 
@@ -68,7 +68,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         listener: is notified of its steps.
     """
 
-    operands: Together
+    operands: CombinedOperands
     kinds: list[OptimizerKind]
 
     def __init__(
@@ -116,7 +116,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         return blocks
 
     def _attach(self, sharded: ShardedParams, listener: StepListener, *, has_state: bool) -> None:
-        self.sharded, self.listener, self.operands = sharded, listener, Together(WidenedGrads())
+        self.sharded, self.listener, self.operands = sharded, listener, CombinedOperands(WidenedGrads())
         self.has_state, self.holds_pieces = has_state, False
         self._members: set[nn.Parameter] = set()
 

@@ -13,7 +13,7 @@ from zeroshard.zero.rank_groups import RankGroups
 
 
 class Agreement:
-    """Agrees with other ranks, and is told of what could make them differ.
+    """Agrees with other ranks, and is notified of what could make them differ.
 
     `zeroshard.zero.guards.collective_order` compares it.
 

@@ -13,7 +13,7 @@ from zeroshard.zero.buffers.unit import FlatGroup
 
 
 class GradTaker(Protocol):
-    """The engine, which is told of each gradient."""
+    """The engine, which is notified of each gradient."""
 
     def expect_grad(self, group: FlatGroup) -> None:
         """Begin a backward pass, if none runs, because a gradient of the group is about to arrive."""

@@ -55,7 +55,7 @@ from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
 
 class PassObserver:
-    """Is told of an engine's forwards and gradients, and refuses none; `zeroshard.zero.guards.pass_refusals` does."""
+    """Notified of an engine's forwards and gradients, it refuses none; `zeroshard.zero.guards.pass_refusals` does."""
 
     def forward_ends(self) -> None:
         """The model returns, before weights that no call has waited for are shown and freed."""
@@ -65,7 +65,7 @@ class PassObserver:
 
 
 class LocalGrads:
-    """Is told of this rank's own gradients, and looks at none; `zeroshard.zero.guards.non_finite` does."""
+    """Is notified of this rank's own gradients, and looks at none; `zeroshard.zero.guards.non_finite` does."""
 
     def before_reduce(self, unit: Unit) -> None:
         """The unit's gradients are about to be reduced."""
@@ -101,7 +101,7 @@ class Runtime(Passes[Unit, FlatGroup]):
         removed: whether `Zero.remove` has made the model an ordinary one again.
         unreduced: whether the last backward pass left gradients on this rank that are not reduced yet.
         before_forward: raises if this forward of the model would be wrong; called before it begins.
-        observer: is told of forwards and gradients, and may refuse them.
+        observer: is notified of forwards and gradients, and may refuse them.
         local_grads: looks at this rank's own gradients before they are reduced.
         weights: the unsharded weights of all units: gathers and frees them, keeps them for `full_params`.
         forward, backward: as of `Passes`; after an exception the backward pass is left, and says that it has failed.

@@ -322,16 +322,16 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     home = grads[0]._home
     away = [grad._home.local() for grad in grads if grad._home.away]
     if away:
-        told = found_inf.to("cpu")
-        func(away, told, inverse_scale.to("cpu"))
-        found_inf.copy_(told)
+        found = found_inf.to("cpu")
+        func(away, found, inverse_scale.to("cpu"))
+        found_inf.copy_(found)
     if len(away) < len(grads):
         func([grad._home.local() for grad in grads if not grad._home.away], found_inf, inverse_scale)
     if home.sharded:
-        told = found_inf.reshape(1)  # stays on the gradients' device: moving it to the host would block the host
+        found = found_inf.reshape(1)  # stays on the gradients' device: moving it to the host would block the host
         with labelled(CONTROL):
-            home.comm.all_reduce(told, "max").wait()
-        found_inf.copy_(told.view(found_inf.shape))
+            home.comm.all_reduce(found, "max").wait()
+        found_inf.copy_(found.view(found_inf.shape))
     return None
 
 

@@ -61,7 +61,7 @@ class UnshardedWeights:
 
     Args:
         units: all units, the root first.
-        collectives: is told of each gather, if weights are sharded.
+        collectives: is notified of each gather, if weights are sharded.
 
     Attributes:
         shard_params: whether unsharded weights are freed after use.

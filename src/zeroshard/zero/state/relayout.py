@@ -71,8 +71,8 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
         raise RuntimeError("restage: it needs a new layout of the weights; call it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
         raise RuntimeError("restage: gradients of the step under way would be lost; call it after zero_grad()")
-    with agreement(runtime.comm, "restage", "give every rank the same stage") as told:
-        told.append(strategy.name)
+    with agreement(runtime.comm, "restage", "give every rank the same stage") as compared:
+        compared.append(strategy.name)
         for shard in (shard for group in runtime.groups() for shard in group.shards):
             for holder in holders:
                 describe(flat(holder.state.get(shard, {})))

@@ -65,7 +65,7 @@ class FormattedStates(StepOperands):
         # Of the parts that are stepped in turn: how many are left, the memory of the wide states of one, and the noise
         self._num_left, self._wide, self._noise = 0, torch.empty(0), StepNoise()
 
-    def elsewhere(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those that a step updates: states that it makes are encoded as well."""
         return [piece for piece in pieces if piece.grad is not None and piece.dtype == torch.float32]
 
@@ -91,7 +91,7 @@ class FormattedStates(StepOperands):
 
     def _cut(self, piece: nn.Parameter) -> list[nn.Parameter]:
         most = most_at_once(piece.device.type)
-        if piece.numel() <= most or not self.elsewhere([piece]):
+        if piece.numel() <= most or not self.to_bring([piece]):
             return [piece]
         assert piece.grad is not None
         found: list[nn.Parameter] = []

@@ -147,7 +147,7 @@ class EngineOptimizers:
         for observer in self.observers:
             observer.require_common(what)
 
-    def show_what_travels(self) -> None:
+    def refresh_in_wire_format(self) -> None:
         """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
         if any(group.params.transport.form is not None for group in self._runtime.groups()):
             self._runtime.weights.refresh_after_replacement()
@@ -162,13 +162,13 @@ class EngineOptimizers:
 
     def weights_replaced(self) -> None:
         """Refresh weights after all of them were replaced, by the same values on every rank, and tell the observers."""
-        self.show_what_travels()
+        self.refresh_in_wire_format()
         for known in self.piecewise:
             # Of the class itself: the instance's is replaced by one that changes weights.
-            told = getattr(type(known.optimizer), "weights_replaced", None)
-            if told is not None:
+            hook = getattr(type(known.optimizer), "weights_replaced", None)
+            if hook is not None:
                 known.operands.wait()
-                told(known.optimizer)
+                hook(known.optimizer)
         for observer in self.observers:
             observer.weights_replaced()
 
@@ -238,7 +238,7 @@ class EngineOptimizers:
             for observer in self.observers:
                 observer.layout_changes()
             relayout.keep_blocks(self._runtime, blocks)
-            self.show_what_travels()
+            self.refresh_in_wire_format()
             self._warn_of_padding()
             self._params.locate(self._runtime.groups())
         for known in affected:
