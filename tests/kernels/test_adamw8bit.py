@@ -79,6 +79,9 @@ def test_the_loop_has_the_bits_of_the_reference_on_any_number_of_threads(compile
         assert_equal_bits(updated("auto", *case), wanted)
 
 
+@pytest.mark.redundant(
+    but=["dtype9-grad_dtype9-False-16", "dtype14-grad_dtype14-True-4096", "dtype18-grad_dtype18-False-16"]
+)
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype", "corrected", "block"),
     [
@@ -134,6 +137,7 @@ def trained(cls, how="auto", steps=3, dtype=F32, step=lambda optimizer: optimize
     return [*params, *(value for param in params for value in optimizer.state[param].values())]
 
 
+@pytest.mark.redundant(but=["AdamW8bit-dtype1", "FlashAdamW-dtype2"])
 @pytest.mark.parametrize(("cls", "dtype"), [(AdamW8bit, F32), (AdamW8bit, F16), (FlashAdamW, BF16)])
 def test_an_optimizer_steps_to_the_same_bits_by_loop_and_reference(cls, dtype):
     assert_equal_bits(trained(cls, dtype=dtype), trained(cls, "reference", dtype=dtype))
@@ -188,6 +192,7 @@ def test_graphs_of_before_an_update_are_outdated_and_tensors_without_memory_take
     AdamW8bit([nothing]).step()
 
 
+@pytest.mark.redundant(but=["no compiler", "bad compiler"])
 @pytest.mark.parametrize("trouble", ["no compiler", "bad compiler", "no folder"])
 def test_without_a_compiler_or_a_folder_one_line_says_what_happens(trouble, monkeypatch, caplog, tmp_path):
     cpu_loops.loop.cache_clear()

@@ -57,6 +57,7 @@ def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows
     compare(random(5, 12), random(vocab, 12), targets, upstream=0.5, chunk_rows=chunk_rows)
 
 
+@pytest.mark.redundant(but=["options1"])
 @pytest.mark.parametrize(
     "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"reduction": "sum", "z_loss": 1e-2, "ignore_index": 4}]
 )
@@ -115,6 +116,7 @@ def test_half_precision_rounds_the_logits_and_their_gradient_once(who, dtype, tr
         assert ((one.double() - wanted).abs() <= ROUNDING[dtype] * (wanted.abs() + terms)).all()
 
 
+@pytest.mark.redundant(but=["reference"])
 @BOTH
 def test_a_scaled_loss_keeps_small_gradients_in_fp16(who, triton, random, device):
     """Probabilities of 2e-5, a mean over 64 rows, a loss scale of 2^16: 3e-7 has two bits in fp16, 0.02 has eleven."""
@@ -135,6 +137,7 @@ def test_the_upstream_gradient_is_not_rounded(triton, random, device):
     assert_near(third, plain.double() / 3)
 
 
+@pytest.mark.redundant(but=["reference"])
 @BOTH
 def test_the_weight_s_gradient_is_summed_in_fp32(who, triton, device):
     """One large and many small addends: in bf16 the small ones would each be lost."""

@@ -63,6 +63,7 @@ def test_it_is_the_algorithm_of_the_paper(settings):
     assert all(outer_step.difference_norm > 0 for outer_step in outer_steps)
 
 
+@pytest.mark.redundant(but=["2-fragments-late"])
 @pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])
 @ALL_KINDS
 @pytest.mark.parametrize("shard_size", [pytest.param(1, marks=SOAK), 2])

@@ -159,6 +159,7 @@ AROUND = {
 }
 
 
+@pytest.mark.redundant(but=["3-3-(3, 'local')-None-fp32-recomputed-evaluates, saves in place"])
 @pytest.mark.pairwise("stage", "path")
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("path", PATHS)

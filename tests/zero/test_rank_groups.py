@@ -91,6 +91,7 @@ def _late_on_one_rank(net: Net, x: torch.Tensor, *, rank: int) -> torch.Tensor:
     return x
 
 
+@pytest.mark.redundant(but=["stage2-2-local"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("shard_size", [1, 2, 4])
@@ -155,6 +156,7 @@ def _fails_between_units(net: Net, x: torch.Tensor, *, fails: bool = False) -> t
     return x
 
 
+@pytest.mark.redundant(but=["3-2"])
 @pytest.mark.parametrize("shard_size", [1, 2])
 @pytest.mark.parametrize("stage", SHARDING)
 def test_a_backward_that_failed_between_the_two_sums_leaves_no_trace(stage, shard_size):
@@ -216,6 +218,7 @@ def test_evaluation_unsharded_weights_and_the_end_of_the_engine_need_one_group_o
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("stage", SHARDING)
 def test_muon_keeps_each_matrix_whole_on_one_rank_of_every_replica(stage):
     def go(comm, shard_size):

@@ -182,6 +182,7 @@ def leaf(value):
     return value[0][0] if isinstance(value, list) else value
 
 
+@pytest.mark.redundant(but=["in a list"])
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_unit_may_return_its_weights(look):
     def path(net, x):

@@ -62,6 +62,7 @@ READS = {
 }
 
 
+@pytest.mark.redundant(but=["2-bf16"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", WHOLE)
 def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precision):
@@ -138,6 +139,7 @@ def by_vector(net):
     nn.utils.vector_to_parameters(clipped, net.parameters())
 
 
+@pytest.mark.redundant(but=["3-clamp-before the step-fp32", "3-by_vector-before the step-fp32"])
 @pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -193,6 +195,7 @@ def test_another_shape_assigned_to_data_is_refused():
         optim.step()
 
 
+@pytest.mark.redundant(but=["in a list"])
 @pytest.mark.parametrize("read", ["attribute", "deepcopy", "pickle", "in a list"])
 def test_sharded_weights_read_as_nan_and_a_warning_says_so_once(read):
     net, zero, optim = trained(3, NullCommunicator(2))

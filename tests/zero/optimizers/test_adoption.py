@@ -37,6 +37,7 @@ def groups_of(net):
     ]
 
 
+@pytest.mark.redundant(but=["3-Adagrad-before"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("name", CLASSES)
@@ -190,6 +191,7 @@ def test_after_remove_an_optimizer_is_an_ordinary_one():
     assert not torch.equal(net.first.weight, before)
 
 
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_torchs_average_of_weights_is_that_of_one_process_inside_full_params(stage):
     """It may be made before the engine; a deep copy after it is refused, and names the engine's own average."""

@@ -185,6 +185,7 @@ class CountsSteps(optim.Optimizer):
                 param.sub_(param.grad, alpha=group["lr"])
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("num_steps", [1, 2, 6])
 def test_a_class_may_begin_to_keep_a_state_later(num_steps):
     def make():

@@ -57,6 +57,7 @@ def _engine(cls=torch.optim.AdamW, offload=None):
     return zero, piecewise.optimizer, member
 
 
+@pytest.mark.redundant(but=["AdamW"])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, AdamW8bit])
 def test_members_bring_their_operands_together_unit_by_unit(cls):
     zero, optim, member = _engine(cls)

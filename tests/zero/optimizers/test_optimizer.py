@@ -78,6 +78,7 @@ class Averaging(torch.optim.AdamW):
         return loss
 
 
+@pytest.mark.redundant(but=["False-0"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("adopted", [False, True])
 def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stage, adopted):
@@ -113,6 +114,7 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
             torch.testing.assert_close(state[number]["average"], kept["average"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_class_of_ones_own_moves_without_a_gradient_is_seen_by_the_next_forward(stage):
     class Decays(torch.optim.Optimizer):
@@ -175,6 +177,7 @@ def test_groups_that_were_changed_by_hand_are_refused(change):
         optim.step()
 
 
+@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_methods_of_the_classes_own_work_on_pieces_and_change_the_weights(stage):
     class WithEval(torch.optim.SGD):
@@ -197,6 +200,7 @@ def test_methods_of_the_classes_own_work_on_pieces_and_change_the_weights(stage)
         assert torch.equal(weight, plain.first.weight)
 
 
+@pytest.mark.redundant(but=["3-False"])
 @pytest.mark.parametrize("positional", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_takes_a_closure(stage, positional):
@@ -220,6 +224,7 @@ def test_step_takes_a_closure(stage, positional):
     torch.testing.assert_close(dict(run_threads(go, 2)[0][1]), one_process(Net, num_steps=3), rtol=0, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_optimizers_share_a_model(stage):
     """Each steps and forgets its own parameters."""
@@ -333,6 +338,7 @@ def train_two(comm, *, stage=0, order=("Muon", "AdamW"), num_micro=1, world_size
     return dict(net.state_dict() if zero is None else zero.state_dict()), norms
 
 
+@pytest.mark.redundant(but=["2-AdamW+Muon", "5-Muon+AdamW"])
 @pytest.mark.pairwise("world_size")
 @pytest.mark.parametrize("order", [("Muon", "AdamW"), ("AdamW", "Muon"), ("Adagrad", "Muon")], ids="+".join)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])  # at 5 shards end with what each rank owns
@@ -350,6 +356,7 @@ def test_two_optimizers_one_of_whole_tensors_step_as_in_one_process(world_size, 
                 torch.testing.assert_close(weights[name], whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_owner_sees_whole_matrices_in_their_shapes_and_others_nothing(stage):
     def go(comm):
@@ -397,6 +404,7 @@ class ByFlag(torch.optim.Optimizer):
                     param.add_(param.grad / norm, alpha=-group["lr"])
 
 
+@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.filterwarnings("ignore:model.parameters")  # which are members here, whatever their values
 def test_each_group_of_ones_own_class_gets_the_layout_that_it_needs(stage):
@@ -420,6 +428,7 @@ def test_each_group_of_ones_own_class_gets_the_layout_that_it_needs(stage):
     torch.testing.assert_close(run_threads(go, 2)[1], go(None), rtol=0, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_tensors_may_join_later_where_nobody_else_has_state(stage):
     def go(comm):

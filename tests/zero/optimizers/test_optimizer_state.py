@@ -42,6 +42,7 @@ def assert_same(found, expected):
             torch.testing.assert_close(found["state"][number][kind], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["2-Adafactor"])
 @pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("stage", STAGES)
@@ -201,6 +202,7 @@ def test_states_that_nobody_took_are_told_when_their_optimizer_comes(tmp_path):
         zero.optimizer(torch.optim.AdamW, net.blocks[1].parameters())  # of which none were saved
 
 
+@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_masters_dtype_is_the_states(stage):
     def go(comm):

@@ -72,6 +72,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.redundant(but=["both_at_once-0"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("turn", TURNS)
 def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
@@ -87,6 +88,7 @@ def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     assert sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups) == 1
 
 
+@pytest.mark.redundant(but=["the_last_first-3-0"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("row", [3, KEEP_WEIGHTS])
@@ -98,6 +100,7 @@ def test_several_forwards_are_what_one_process_computes(turn, row, prefetch):
     assert_every_stage_equals_one_process(Net, take_turn, zero_kwargs={"stage": row, "prefetch": prefetch})
 
 
+@pytest.mark.redundant(but=["True"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_several_forwards_may_be_computed_again(reentrant):
     def path(net, x):
@@ -114,6 +117,7 @@ def test_several_forwards_may_be_computed_again(reentrant):
 ORDERS = [(2, 0, 1), (1, 2, 0), (0, 1, 2), (2, 1, 0)]
 
 
+@pytest.mark.redundant(but=["kwargs0"])
 @pytest.mark.parametrize("kwargs", [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 3}, {"stage": KEEP_WEIGHTS}])
 def test_ranks_may_run_units_in_different_orders_from_the_first_forward_on(kwargs):
     def take_turn(turn: Turn) -> None:

@@ -87,6 +87,7 @@ def evaluating(turn: Turn) -> None:
         turn.loss()
 
 
+@pytest.mark.redundant(but=["1-recomputed-0"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("path", PATHS)
@@ -143,6 +144,7 @@ def test_a_view_from_before_the_step_is_refused_in_backward(stage):
     run_threads(go, 2)
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of forward and backward:UserWarning")
 @pytest.mark.parametrize("skipped", [1, 2])
 def test_a_loss_may_name_parameters_of_a_block_that_is_not_called(skipped):
@@ -159,6 +161,7 @@ def every_stage_late(comm, build, take_turn, kwargs):
     return [train(late(comm), build, take_turn, {"stage": stage} | kwargs) for stage in STAGES]
 
 
+@pytest.mark.redundant(but=["kwargs2"])
 @pytest.mark.parametrize(
     "kwargs",
     [

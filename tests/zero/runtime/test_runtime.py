@@ -196,6 +196,7 @@ def through_a_dict(net, x):
     return features["x"]
 
 
+@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_unit_may_change_its_input_in_place(prefetch):
     for build in (
@@ -297,6 +298,7 @@ def hiding(net, x, skip=()):
     return x
 
 
+@pytest.mark.redundant(but=["1-1-0"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("place", [0, 1, 2])

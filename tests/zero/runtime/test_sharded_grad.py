@@ -66,6 +66,7 @@ READS = {
 }
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_whatever_reads_it_gets_the_numbers_of_one_process(stage):
     def read(net, *_):
@@ -131,6 +132,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_whatever_changes_it_changes_the_step(stage):
     def changed(change, net, zero, optim):
@@ -223,6 +225,7 @@ FORGET = {
 }
 
 
+@pytest.mark.redundant(but=["2-not yet reduced"])
 @pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("waiting", [False, True], ids=["reduced", "not yet reduced"])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2, 3])
@@ -367,6 +370,7 @@ def test_measuring_all_gradients_is_one_message():
     assert run_threads(go, 2) == [1, 1]
 
 
+@pytest.mark.redundant(but=["3-True-hand"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("made_by", ["the engine", "hand"])
 @pytest.mark.parametrize("fused", [False, True])

@@ -38,6 +38,7 @@ def test_the_state_is_that_of_the_unsharded_model(stage, precision):
     _tied().load_state_dict(states[1])
 
 
+@pytest.mark.redundant(but=["3"])
 @at_every_stage
 def test_the_state_is_a_copy(stage):
     def go(comm):
@@ -97,6 +98,7 @@ def test_loading_is_strict_unless_told_otherwise():
     run_threads(go, 2)
 
 
+@pytest.mark.redundant(but=["0-bf16"])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @at_every_stage
@@ -140,6 +142,7 @@ def test_what_is_written_back_is_trained_on(stage):
     torch.testing.assert_close(run_threads(go, 2)[1], one_process(Net, num_steps=3), rtol=0, atol=1e-6)
 
 
+@pytest.mark.redundant(but=["3"])
 @at_every_stage
 def test_full_params_are_freed_after_an_error(stage):
     def go(comm):

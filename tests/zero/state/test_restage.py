@@ -77,12 +77,14 @@ def test_a_run_that_changes_its_stage_goes_on_in_the_same_bits(world_size):
     _assert_goes_on(EVERY_CHANGE, world_size, ema=True)
 
 
+@pytest.mark.redundant(but=["Muon-6"])
 @pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in CLASSES), ("Muon", 6)])
 def test_whatever_optimizer_there_is(name, world_size):
     """On six ranks few of them own whole tensors."""
     _assert_goes_on([3, 0, 2, 1, 0, 3] if soaking() else [3, 0, 2, 3], world_size, name=name, model=Net)
 
 
+@pytest.mark.redundant(but=["path1-precision1"])
 @pytest.mark.parametrize(
     ("path", "precision"),
     [([0, 3, 1, 2], BF16), ([3, 0], BF16), ([3, 1, 2], MixedPrecision(gather="int8", reduce="int8", block=16))],
@@ -91,6 +93,7 @@ def test_masters_of_another_dtype_than_the_weights_move_too(path, precision):
     _assert_goes_on(path, precision=precision)
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("shard_size", [1, 2])
 def test_replicas_of_shards_move_alike(shard_size):
     _assert_goes_on([1, 3, 2], 4, shard_size=shard_size)
