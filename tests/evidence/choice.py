@@ -99,14 +99,17 @@ def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float
                 ids = [test.partition("[")[2].removesuffix("]") for test in kept]
                 marks[name] = f"@{MARK}" + (f"(but={json.dumps(ids, ensure_ascii=False)})" if ids else "")
                 saved[file] = saved.get(file, 0.0) + seconds
-        new = marked(text, functions, marks)
+        new = marked(text, marks)
         if new != text:
             path.write_text(new, encoding="utf-8")
     return saved
 
 
-def marked(text: str, recorded: Collection[str], marks: Mapping[str, str]) -> str:
-    """A file of tests with these marks, by its functions, and without earlier ones of functions that were recorded."""
+def marked(text: str, marks: Mapping[str, str]) -> str:
+    """A file of tests with these marks, by its functions, in place of earlier ones.
+
+    Other earlier ones stay: what they leave out was not recorded, so nothing is known of it.
+    """
     lines = text.splitlines()
     functions = []
     for node in ast.parse(text).body:
@@ -114,14 +117,13 @@ def marked(text: str, recorded: Collection[str], marks: Mapping[str, str]) -> st
         owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         functions += [(f"{owner}{each.name}", each) for each in inner if isinstance(each, ast.FunctionDef)]
     for name, node in sorted(functions, key=lambda each: -each[1].lineno):
-        if name not in recorded:
+        if name not in marks:
             continue
         for decorator in reversed(node.decorator_list):
             if ast.unparse(decorator).startswith(MARK):
                 del lines[decorator.lineno - 1 : decorator.end_lineno]
-        if name in marks:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            lines.insert(first - 1, " " * node.col_offset + marks[name])
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines.insert(first - 1, " " * node.col_offset + marks[name])
     new = "\n".join(lines) + "\n"
     if marks and not re.search(r"^import pytest$", new, re.MULTILINE):
         place = next(node.lineno for node in ast.parse(new).body if isinstance(node, (ast.Import, ast.ImportFrom)))

@@ -66,6 +66,7 @@ def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, recompute
     )
 
 
+@pytest.mark.redundant(but=["llama-tiny-offload-cpu-7"])
 @pytest.mark.parametrize(
     ("name", "recomputed", "device_type", "num_layers"),
     [
@@ -103,12 +104,14 @@ def test_a_few_blocks_tell_all_of_a_deep_model_whose_embedding_is_frozen():
     assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
 
 
+@pytest.mark.redundant(but=["lm_head"])
 @pytest.mark.parametrize("target", ["lm_head", "blocks.6.self_attn.q_proj"])
 def test_adapters_may_be_in_some_blocks_alone_or_in_none(target):
     model = _model("llama-tiny", n_layer=8, lora=Lora(4, targets=(target,)))
     assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
 
 
+@pytest.mark.redundant(but=["none"])
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_a_gpu_s_attention_keeps_no_scores_where_it_drops_some(recomputed):
     given = {"n_layer": 2, "activation_checkpointing": recomputed}
@@ -139,6 +142,7 @@ def test_blocks_that_differ_are_not_repeated():
     assert repeat_blocks(trace, 6) is None
 
 
+@pytest.mark.redundant(but=["llama-tiny"])
 @pytest.mark.parametrize("name", ["gpt2-demo", "llama-tiny"])
 def test_flops_are_those_of_the_formula_but_for_the_mask(name):
     """The formula credits attention in full, 12 L d T a token; under the mask half of it is computed, 7 of 12 units

@@ -152,6 +152,7 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
 
 
+@pytest.mark.redundant(but=["0-all", "3-disk"])
 @pytest.mark.parametrize(
     ("stage", "state"), [*product("023", ("optimizer", "all")), *product("13", ("disk", "disk-all"))]
 )
@@ -208,6 +209,7 @@ def test_a_plan_of_one_gpu_has_a_row_of_streamed_weights(tmp_path):
     assert [row["stage"] for row in rows] == [0]  # the others are the same
 
 
+@pytest.mark.redundant(but=["3-disk-all-2"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("state", ["all", "disk-all"])

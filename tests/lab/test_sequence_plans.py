@@ -29,6 +29,7 @@ def exchanges(trace):
     return [(span.event.num_bytes, span.event.num_ranks) for span in trace.spans if span.event.name == "exchange"]
 
 
+@pytest.mark.redundant(but=["full"])
 @pytest.mark.parametrize("how", ["none", "full", "every:2"])
 def test_a_block_exchanges_twice_in_forward_and_in_backward_and_again_where_it_is_recomputed(how):
     model = replace(CONFIG, activation_checkpointing=how).build()

@@ -75,6 +75,7 @@ OF_COPIES = {("all_gather", 2): "within a node", ("all_gather", 4): "between nod
 OF_NODES = {("reduce_scatter", 2): "within a node", ("all_to_all", 2): "between nodes"}
 
 
+@pytest.mark.redundant(but=["3-wire1-given1-links1", "3-wire3-given3-links3"])
 @pytest.mark.parametrize(
     ("stage", "wire", "given", "links"),
     [

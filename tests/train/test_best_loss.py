@@ -40,6 +40,7 @@ def kept(config):
     return [found.step for found in checkpoint.find(Path(config.out) / "checkpoints")]
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_best_checkpoint_stays_beside_the_newest(train_with, world_size):
     config, summary = train_with(world_size, max_steps=5)

@@ -116,6 +116,7 @@ def test_what_cannot_be_streamed_is_refused(streamed, data, line):
         run_training(streamed(data=data))
 
 
+@pytest.mark.redundant(but=["ddp"])
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_a_run_may_keep_attention_inside_documents(tiny_config, tmp_path, strategy):
     made.write_table(tmp_path / "a.jsonl", made.documents(300))

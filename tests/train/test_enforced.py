@@ -122,6 +122,7 @@ IN_8_BITS = {
 KEPT_IN = (("unsharded", "bf16"), ("off the device", "int8"), ("reduced in bfloat16", "bf16"))
 
 
+@pytest.mark.redundant(but=["off the device, int8"])
 @pytest.mark.parametrize(
     ("num_ranks", "given", "state_format"),
     [pytest.param(*IN_8_BITS[name], form, id=f"{name}, {form}") for name, form in KEPT_IN],
@@ -133,6 +134,7 @@ def test_a_run_with_states_in_another_format_is_held_to_their_bytes(tiny_config,
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
 
 
+@pytest.mark.redundant(but=["given0"])
 @pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16", "grad_accum_steps": 2, "strategy": "zero3"}])
 def test_a_run_with_inputs_on_the_host_is_held_to_their_slots(tiny_config, given):
     config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1, **given)
@@ -178,6 +180,9 @@ QUICK = {
 }
 
 
+@pytest.mark.redundant(
+    but=["adamw8bit, alone", "adamw8bit, replicas, an average of the weights", "adamw8bit, reproducible"]
+)
 @pytest.mark.parametrize(
     ("optimizer", "num_ranks", "given"),
     [

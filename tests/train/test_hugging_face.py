@@ -110,6 +110,7 @@ def test_the_training_loss_is_smoothed(hf_folder, kind):  # noqa: F811
     torch.testing.assert_close(model.eval()(tokens, targets), plain)
 
 
+@pytest.mark.redundant(but=["2"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path, monkeypatch, world_size):
     """Of bf16 weights in several files, with tied embeddings: shard, one unit, and a tenth."""
@@ -147,6 +148,7 @@ def test_a_rank_reads_the_bytes_of_its_shard_and_holds_a_unit_beside_it(tmp_path
     assert sum(covered.values()) == numel
 
 
+@pytest.mark.redundant(but=["llama"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_every_strategy_trains_alike(hf_folder, process_group, kind):  # noqa: F811
     expected = trained(LocalCommunicator(), run_config(hf_folder(kind), "zero0"), 3)[0]
@@ -155,6 +157,7 @@ def test_every_strategy_trains_alike(hf_folder, process_group, kind):  # noqa: F
         torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.redundant(but=["activation checkpointing-settings0", "eager attention-settings1"])
 @pytest.mark.parametrize(
     ("how", "settings"),
     [

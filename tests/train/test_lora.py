@@ -205,6 +205,7 @@ def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_c
     assert local_score(EvalConfig(run=str(tmp_path / "second-1"))).loss < loss + 1
 
 
+@pytest.mark.redundant(but=["2-targets0"])
 @pytest.mark.parametrize(
     ("stage", "targets"),
     [

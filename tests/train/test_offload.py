@@ -103,6 +103,7 @@ def test_one_rank_streams_its_weights_keeps_to_its_plan_and_is_resumed(tiny_conf
     assert all(torch.equal(plain[name], found[name]) for name in plain)
 
 
+@pytest.mark.redundant(but=["none-disk"])
 @pytest.mark.parametrize(("first", "then"), [("optimizer", "none"), ("disk", "none"), ("none", "disk")])
 def test_what_is_resumed_with_state_elsewhere_has_the_same_bits(tiny_config, first, then):
     given = {"eval_interval": 0, "max_steps": 4}
@@ -274,6 +275,7 @@ def _measured_host(tmp_path, update_bytes_per_s):
     return str(path)
 
 
+@pytest.mark.redundant(but=["slow", "fast"])
 @pytest.mark.parametrize(
     ("update_bytes_per_s", "num_away"), [(1e3, 0), (1e8, 1), (1e12, 2), (None, 3)], ids=["slow", "even", "fast", "none"]
 )

@@ -29,6 +29,7 @@ def shares(size, **changes):
     return {"model": LLAMA, "sequence_parallel": size, **given, **changes}
 
 
+@pytest.mark.redundant(but=["4-4-changes2", "2-4-changes3"])
 @pytest.mark.parametrize(
     ("size", "world", "changes"),
     [
@@ -61,6 +62,7 @@ def examples_config(tiny_config, tmp_path):
     return make
 
 
+@pytest.mark.redundant(but=["False-changes1"])
 @pytest.mark.parametrize(
     ("packing", "changes"), [(True, {}), (False, {"lora": {"rank": 2}}), (True, {"dtype": "bfloat16"})]
 )
@@ -74,6 +76,7 @@ def test_the_mean_over_targets_is_exact_where_ranks_have_unequal_numbers(example
             assert found[key][0] == pytest.approx(values[0], rel=0.01)
 
 
+@pytest.mark.redundant(but=["False"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_model_of_transformers_is_fine_tuned_over_a_sequence(text_model, examples_config, packing):  # noqa: F811
     model = {"name": f"hf:{text_model}"}
@@ -107,6 +110,7 @@ def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp
     assert "sequence" not in json.dumps({key: value for key, value in manifest.items() if key != "extra"})
 
 
+@pytest.mark.redundant(but=["2-changes2", "2-changes4"])
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
@@ -155,6 +159,7 @@ def _losses(comm, config):
     return train_on(comm, config, until=2)[0]
 
 
+@pytest.mark.redundant(but=["ddp"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1-torch"])
 def test_strategies_of_torch_train_over_sequences(tiny_config, tmp_path, gloo_ranks, strategy):
     wanted = trained(tiny_config(**shares(1)))
