@@ -5,6 +5,7 @@ world of any size. Every value of a family's settings occurs; with ``--soak`` al
 talk.
 """
 
+import functools
 import gc
 import random
 from dataclasses import replace
@@ -276,8 +277,9 @@ def _model(name, recomputed="none", num_layers=3, lora="", *, masked=False, narr
     return model
 
 
+@functools.cache
 def _trace(name, micro_batch, precision, **how):
-    """What a plan is made of; it knows no stage and no world."""
+    """What a plan is made of; it knows no stage and no world, so that many plans share it."""
     model = _model(name, **how)
     return trace_language_model(model, micro_batch, SEQ_LEN, ALL[precision])
 

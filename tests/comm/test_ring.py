@@ -319,7 +319,7 @@ say(tensor[0].item())
 """
 
 
-@pytest.mark.redundant(but=["ring-waits"])
+@pytest.mark.redundant(but=["ring-waits", "shm-leaves", "shm-closes"])
 @pytest.mark.parametrize(("kind", "how"), [("ring", "waits"), ("shm", "closes"), ("ring", "leaves"), ("shm", "leaves")])
 def test_a_program_ends_cleanly_and_one_that_closes_nothing_too(rank_scripts, kind, how):
     codes, said = rank_scripts(END, 3, kind=kind, how=how)

@@ -72,9 +72,6 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
     assert answers(ChatTemplate(MARKED, "t"), TURNS) == ["Hello<|im_end|>", "Ciao<|im_end|>"]
 
 
-@pytest.mark.redundant(
-    but=["{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}-differently if others follow"]
-)
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -70,7 +70,9 @@ def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape,
     compare(operation, *drawn(operation, random, shape, with_residual=shape[0] % 2 == 1))
 
 
-@pytest.mark.redundant(but=["shape0-dtype0-layer_norm", "shape0-dtype1-rms_norm", "shape0-dtype2-layer_norm"])
+@pytest.mark.redundant(
+    but=["shape0-dtype0-layer_norm", "shape0-dtype1-rms_norm", "shape0-dtype2-layer_norm", "shape1-dtype2-rms_norm"]
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -99,7 +101,7 @@ def test_more_elements_than_a_32_bit_offset_can_name(triton, device):
     assert not y[:-1].any()
 
 
-@pytest.mark.redundant(but=["128-dtypes0-layer_norm"])
+@pytest.mark.redundant(but=["128-dtypes0-layer_norm", "128-dtypes0-rms_norm", "200-dtypes1-rms_norm"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("width", "dtypes"), [(128, (torch.float32,)), (200, (torch.bfloat16, torch.float64))])
 def test_rows_too_wide_to_be_held(operation, width, dtypes, triton, random, monkeypatch):

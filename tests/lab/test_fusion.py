@@ -114,7 +114,7 @@ def _saved_bytes(name, autocast):
     return found[0]
 
 
-@pytest.mark.redundant(but=["gpt2-demo-None"])
+@pytest.mark.redundant(but=["llama-tiny-None"])
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 @pytest.mark.parametrize(
     ("name", "autocast"), [("gpt2-demo", None), ("gpt2-demo", torch.bfloat16), ("llama-tiny", None)]

@@ -151,7 +151,7 @@ def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
 
 
 def test_a_smaller_micro_batch_comes_first():
-    found = _plan(memory_bytes=60 * 2**20, micro_batch=512, stage=3)
+    found = _plan(memory_bytes=16 * 2**20, micro_batch=64, stage=3)
     names, fit = _listed(found.advice)
     assert names[0] == "a smaller micro-batch"
     assert fit[0]

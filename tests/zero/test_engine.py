@@ -84,7 +84,7 @@ def test_a_model_may_have_no_root_parameters_or_no_trained_ones():
         assert zero.clip_grad_norm_(1.0) == 0.0
 
 
-@pytest.mark.redundant(but=["0-llama-tiny"])
+@pytest.mark.redundant(but=["0-llama-tiny", "2-gpt2-demo", "3-llama-tiny", "1-gpt2-demo"])
 @pytest.mark.parametrize("name", MODELS)
 @at_every_stage
 def test_a_model_on_the_meta_device_starts_from_the_same_bits(stage, name):

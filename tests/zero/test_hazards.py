@@ -159,7 +159,20 @@ AROUND = {
 }
 
 
-@pytest.mark.redundant(but=["3-3-(3, 'local')-None-fp32-recomputed-evaluates, saves in place"])
+@pytest.mark.redundant(
+    but=[
+        "3-3-(3, 'local')-None-fp32-recomputed-evaluates, saves in place",
+        "0-2-(2, None)-2-bf16-by parts-int8 travels between nodes",
+        "0-0-(1, None)-None-fp32-in order-alone",
+        "2-2-(3, 'local')-None-bf16-skipping-inline, saves at once",
+        "1-1-(1, None)-None-bf16-by parts-reproducible inline, evaluates, saves in place",
+        "3-2-(1, None)-2-fp32-another order-reproducible",
+        "0-0-(3, 'sharded')-2-fp32-recomputed-inline, saves at once",
+        "1-1-(3, 'local')-None-bf16-in order-int8 travels",
+        "0-0-(3, 'local')-2-bf16-another order-int8 travels inline, evaluates",
+        "2-2-(1, None)-2-fp32-recomputed-int8 travels between nodes inline, evaluates",
+    ]
+)
 @pytest.mark.pairwise("stage", "path")
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("path", PATHS)

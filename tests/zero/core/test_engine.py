@@ -121,7 +121,7 @@ def _ranks(num_ranks, stage, **settings):
     return run_threads(partial(_train, stage=stage, **settings), num_ranks)
 
 
-@pytest.mark.redundant(but=["bf16-1"])
+@pytest.mark.redundant(but=["bf16-1", "fp32-3"])
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("precision", [None, Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 def test_every_stage_trains_with_the_same_bits(precision, num_micro):

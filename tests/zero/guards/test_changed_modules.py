@@ -89,7 +89,6 @@ WORK = {
 }
 
 
-@pytest.mark.redundant(but=["a shared block-0", "a deleted block-3"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside")  # register_parametrization tries it
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize("stage", STAGES)

@@ -62,7 +62,7 @@ READS = {
 }
 
 
-@pytest.mark.redundant(but=["2-bf16"])
+@pytest.mark.redundant(but=["2-bf16", "0-fp32", "1-fp32"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", WHOLE)
 def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precision):
@@ -139,7 +139,15 @@ def by_vector(net):
     nn.utils.vector_to_parameters(clipped, net.parameters())
 
 
-@pytest.mark.redundant(but=["3-clamp-before the step-fp32", "3-by_vector-before the step-fp32"])
+@pytest.mark.redundant(
+    but=[
+        "3-clamp-before the step-fp32",
+        "3-by_vector-before the step-fp32",
+        "1-clamp_data-after the step, in full_params-bf16",
+        "0-clamp-after the step-bf16",
+        "2-assign-before the step-bf16",
+    ]
+)
 @pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -189,7 +189,7 @@ def _train(
     return sites
 
 
-@pytest.mark.redundant(but=["2-all on disk-1-restage", "1-disk-2-skipped"])
+@pytest.mark.redundant(but=["2-all on disk-1-restage", "1-disk-2-skipped", "0-host-1-", "3-disk-1-skipped"])
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
@@ -201,7 +201,14 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
     _train(monkeypatch, stage, place, num_micro, around)
 
 
-@pytest.mark.redundant(but=["True-1-weights on disk-1-restage"])
+@pytest.mark.redundant(
+    but=[
+        "True-1-weights on disk-1-restage",
+        "False-1-weights on the host-1-skipped",
+        "False-2-weights on disk-1-",
+        "True-1-weights on the host-2-",
+    ]
+)
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
@@ -246,7 +253,7 @@ GATHERS_WAIT = {  # of what is gathered from the file the write is waited for, a
 }
 
 
-@pytest.mark.redundant(but=["weights on disk-2"])
+@pytest.mark.redundant(but=["weights on disk-2", "weights on the host-1"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
 def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, monkeypatch, tmp_path):

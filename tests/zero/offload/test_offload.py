@@ -169,6 +169,8 @@ _plain = {}
         "2-0-AdamW-bf16-(2, 'local')-restage-grads on disk-thread",
         "2-1-SGD-bf16-(2, 'local')-overflow-half-at once",
         "1-1-Adam-fp32-(2, 'local')-reads-grads on disk-late",
+        "1-0-SGD-bf16-(1, None)-keeps-disk-thread",
+        "1-3-SGD-bf16-(2, 'sharded')-looks-all on disk-late",
     ]
 )
 @pytest.mark.pairwise("around", "executor")
@@ -443,7 +445,9 @@ def test_the_first_units_of_the_forward_stay(fraction, away):
     assert Offload("device", "device", "device", fraction=fraction).units_away([10, 10, 10, 10]) == 0
 
 
-@pytest.mark.redundant(but=["at once-0-False", "compared at once-0-True"])
+@pytest.mark.redundant(
+    but=["at once-0-False", "compared at once-0-True", "late-2-True", "thread-1-True", "on disk-2-False"]
+)
 @pytest.mark.pairwise("stage", "how")
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])

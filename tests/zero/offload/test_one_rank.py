@@ -65,7 +65,14 @@ def _trained(offload, optimizer, around, dtype):
 _plain = {}
 
 
-@pytest.mark.redundant(but=["AdamW-accumulated-fp32-disk-late"])
+@pytest.mark.redundant(
+    but=[
+        "AdamW-accumulated-fp32-disk-late",
+        "SGD-skipped-fp32-host-thread",
+        "Muon-clipped-bf16-half on the host-late",
+        "AdamW-skipped-bf16-masters on disk-late",
+    ]
+)
 @pytest.mark.pairwise("optimizer", "place")
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("place", PLACES)
@@ -124,7 +131,7 @@ def test_reproducible_steps_of_one_rank_have_the_same_bits(tmp_path):
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.redundant(but=["disk-2"])
+@pytest.mark.redundant(but=["disk-2", "host-0", "host-1"])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_no_more_units_than_are_gathered_ahead_have_weights(place, prefetch, monkeypatch, tmp_path):
@@ -172,7 +179,7 @@ class _Most(TorchDispatchMode):
         return result
 
 
-@pytest.mark.redundant(but=["bf16-True-1"])
+@pytest.mark.redundant(but=["bf16-True-1", "fp32-False-1", "fp32-True-2"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -226,7 +233,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
-@pytest.mark.redundant(but=["host-bf16-adapters"])
+@pytest.mark.redundant(but=["host-bf16-adapters", "disk-fp32-adapters", "host-fp32-all are trained"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

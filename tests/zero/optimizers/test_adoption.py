@@ -37,7 +37,7 @@ def groups_of(net):
     ]
 
 
-@pytest.mark.redundant(but=["3-Adagrad-before"])
+@pytest.mark.redundant(but=["3-Adagrad-before", "0-AdamW fused-after", "1-SGD-before", "2-AdamW-before"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("name", CLASSES)

@@ -72,7 +72,19 @@ TURNS = [
 ]
 
 
-@pytest.mark.redundant(but=["both_at_once-0"])
+@pytest.mark.redundant(
+    but=[
+        "both_at_once-0",
+        "first_dropped-3",
+        "last_dropped-1",
+        "each_by_itself-0",
+        "with_evaluation-1",
+        "the_last_first-3",
+        "between_two-3",
+        "three_at_once-1",
+        "one_of_another-0",
+    ]
+)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("turn", TURNS)
 def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
@@ -88,7 +100,19 @@ def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     assert sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups) == 1
 
 
-@pytest.mark.redundant(but=["the_last_first-3-0"])
+@pytest.mark.redundant(
+    but=[
+        "the_last_first-3-0",
+        "first_dropped-row1-1",
+        "last_dropped-row1-1",
+        "between_two-row1-1",
+        "both_at_once-row1-1",
+        "one_of_another-row1-1",
+        "with_evaluation-row1-1",
+        "three_at_once-row1-0",
+        "each_by_itself-row1-1",
+    ]
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("row", [3, KEEP_WEIGHTS])

@@ -87,7 +87,16 @@ def evaluating(turn: Turn) -> None:
         turn.loss()
 
 
-@pytest.mark.redundant(but=["1-recomputed-0"])
+@pytest.mark.redundant(
+    but=[
+        "1-recomputed-0",
+        "0-by_a_method-2",
+        "2-by_parts-0",
+        "3-some_by_parts-2",
+        "3-read-0",
+        "0-read_and_recomputed-0",
+    ]
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("path", PATHS)

@@ -370,7 +370,7 @@ def test_measuring_all_gradients_is_one_message():
     assert run_threads(go, 2) == [1, 1]
 
 
-@pytest.mark.redundant(but=["3-True-hand"])
+@pytest.mark.redundant(but=["3-True-hand", "0-False-the engine", "2-False-the engine", "1-True-the engine"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("made_by", ["the engine", "hand"])
 @pytest.mark.parametrize("fused", [False, True])

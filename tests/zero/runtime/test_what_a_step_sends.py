@@ -26,7 +26,6 @@ SENT = [
 ]
 
 
-@pytest.mark.redundant(but=["{'stage': 3, 'shard_size': 2}-Groot G0 G1 G2-G1 S2 G0 S1 A2 S0 A1 Sroot A0 Aroot"])
 @pytest.mark.parametrize(("settings", "forward", "backward"), SENT, ids=lambda value: str(value).replace("/", "-")[:40])
 def test_a_step_sends_what_is_written_down_here_in_that_order(settings, forward, backward):
     letters = {"all_gather": "G", "reduce_scatter": "S", "all_reduce": "A"}

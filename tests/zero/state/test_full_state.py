@@ -98,7 +98,7 @@ def test_loading_is_strict_unless_told_otherwise():
     run_threads(go, 2)
 
 
-@pytest.mark.redundant(but=["0-bf16"])
+@pytest.mark.redundant(but=["0-bf16", "1-fp32", "2-fp32", "3-fp32"])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @at_every_stage

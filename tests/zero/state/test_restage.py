@@ -77,7 +77,7 @@ def test_a_run_that_changes_its_stage_goes_on_in_the_same_bits(world_size):
     _assert_goes_on(EVERY_CHANGE, world_size, ema=True)
 
 
-@pytest.mark.redundant(but=["Muon-6"])
+@pytest.mark.redundant(but=["Muon-6", "ASGD-3", "NAdam-3", "SGD-3", "Adagrad-3", "Adafactor-3"])
 @pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in CLASSES), ("Muon", 6)])
 def test_whatever_optimizer_there_is(name, world_size):
     """On six ranks few of them own whole tensors."""

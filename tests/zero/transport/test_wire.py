@@ -54,7 +54,6 @@ def _ways_to_send():
 ACCUMULATE = (None, "local", "sharded")
 
 
-@pytest.mark.redundant(but=["e4m3-4-2-local-False"])
 @pytest.mark.pairwise("accumulate", "is_late")
 @pytest.mark.parametrize(("wire", "world_size", "shard_size", "accumulate", "is_late"), list(_ways_to_send()))
 def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, accumulate, is_late):
@@ -120,7 +119,7 @@ def test_gradients_are_near_those_that_travel_as_they_are_and_right_in_the_mean(
     assert (mean - exact).norm() < 0.3 * (once - exact).norm()
 
 
-@pytest.mark.redundant(but=["1-int8"])
+@pytest.mark.redundant(but=["1-int8", "3-int8", "1-nodes"])
 @pytest.mark.parametrize(("precision", "world_size"), [(INT8, 2), (_in_nodes(2), 4)], ids=["int8", "nodes"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, precision, world_size, tmp_path):
