@@ -3,10 +3,9 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import zeroshard
-from nets import Net, rows
+from nets import odd_net, rows
 from zeroshard import checkpoint
 from zeroshard.checkpoint import streamed_safetensors
 from zeroshard.comm import run_threads
@@ -15,13 +14,8 @@ from zeroshard.zero import Zero
 
 
 def _net():
-    """Tied, buffered, with a scalar, an empty parameter and a frozen one."""
-    net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
-    net.last.weight = net.first.weight
-    net.register_buffer("table", torch.arange(6).view(2, 3))
-    net.register_buffer("scratch", torch.ones(2), persistent=False)
-    net.scale = nn.Parameter(torch.tensor(1.5))
-    net.empty = nn.Parameter(torch.empty(0, 3))
+    """`odd_net`, of which a parameter is frozen."""
+    net = odd_net()
     net.first.bias.requires_grad_(False)
     net.path = lambda net, x: torch.tanh(net.blocks[0](x)) * net.scale
     return net

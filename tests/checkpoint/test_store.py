@@ -99,7 +99,7 @@ def test_a_save_killed_at_any_rename_leaves_one_whole_checkpoint(tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr("pathlib.Path.rename", killing(type(path).rename))
             patch.setattr(store, "remove", killing(store.remove))
-            patch.setattr(store, "_flush_folder", killing(store._flush_folder))
+            patch.setattr(store, "flush", killing(store.flush))
             with pytest.raises(KeyboardInterrupt):
                 store.commit(path)
         found = store.resolve(path)

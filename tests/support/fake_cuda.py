@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hazards import HazardDevice
+from nets import WIDTH
 from zeroshard.comm import current_label, streams
 from zeroshard.comm.base import DONE, own_group
 from zeroshard.zero.guards import collective_order
@@ -113,6 +114,17 @@ def backward_events(zero):
         grads_of(runtime.root)
 
     _Inside.apply(torch.zeros((), requires_grad=True), inside).backward()
+
+
+def unscaled_step(zero, model, num_micro):
+    """Forwards and backwards of a step, and what `torch.amp.GradScaler.unscale_` does after them."""
+    for micro in range(num_micro):
+        with zero.micro_batch(last=micro == num_micro - 1):
+            model(torch.empty(2, WIDTH, device=CUDA)).sum()
+            backward_events(zero)
+    found_inf, inverse_scale = torch.zeros(1, device=CUDA), torch.ones(1, device=CUDA)
+    grads = [param.grad for param in model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
 class Waits(TorchDispatchMode):

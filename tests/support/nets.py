@@ -59,6 +59,18 @@ class Net(nn.Module):
         return self.last(self.path(self, self.first(x), **kwargs))
 
 
+def odd_net() -> Net:
+    """Tied, with buffers, a scalar and an empty parameter."""
+    net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
+    net.last.weight = net.first.weight
+    net.register_buffer("table", torch.arange(6).view(2, 3))
+    net.register_buffer("scratch", torch.ones(2), persistent=False)
+    net.scale = nn.Parameter(torch.tensor(1.5))
+    net.empty = nn.Parameter(torch.empty(0, 3))
+    net.path = lambda net, x: in_order(net, x) * net.scale
+    return net
+
+
 class TiedHead(nn.Module):
     """An embedding whose matrix the head has too, around two blocks of two layers."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
+from fake_cuda import CUDA, Peers, Waits, device, guarded, reads, unscaled_step  # noqa: F401 -- fixtures
 from nets import WIDTH
 from zeroshard.comm import CONTROL, LocalCommunicator
 from zeroshard.optim import LossScaler
@@ -45,15 +45,7 @@ def test_a_step_on_a_gpu_reads_nothing_of_it_and_all_that_it_moves_lies_there(
             reads.clear()
             waits.seen.clear()
             del comm.issued[:]
-            for micro in range(num_micro):
-                with zero.micro_batch(last=micro == num_micro - 1):
-                    model(torch.empty(2, WIDTH, device=CUDA)).sum()
-                    backward_events(zero)
-            # What `torch.amp.GradScaler.unscale_` does.
-            found_inf, inverse_scale = torch.zeros(1, device=CUDA), torch.ones(1, device=CUDA)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [param.grad for param in model.parameters()], found_inf, inverse_scale
-            )
+            unscaled_step(zero, model, num_micro)
             norm = zero.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()

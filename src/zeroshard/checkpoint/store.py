@@ -28,7 +28,7 @@ import xxhash
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import MANIFEST, FileEntry
-from zeroshard.host.regular_files import open_regular
+from zeroshard.host.regular_files import flush, open_regular
 
 CHUNK_BYTES = 1 << 22
 FLUSH_BYTES = 1 << 30  # written bytes after which the file is flushed
@@ -170,11 +170,11 @@ def begin(path: Path) -> Path:
 def commit(path: Path) -> None:
     """Rename the temporary folder to ``path``, replacing a checkpoint that is there."""
     target, aside = temporary(path), _aside(path)
-    _flush_folder(target)
+    flush(target)
     if os.path.lexists(path):
         path.rename(aside)
     target.rename(path)
-    _flush_folder(path.parent)
+    flush(path.parent)
     remove(aside)
 
 
@@ -241,14 +241,6 @@ def _write_at(descriptor: int, content: memoryview, offset: int) -> None:
     while content:
         written = os.pwrite(descriptor, content, offset)  # may write less: a full disk, a size limit
         content, offset = content[written:], offset + written
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _aside(path: Path) -> Path:

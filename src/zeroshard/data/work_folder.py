@@ -24,7 +24,7 @@ from typing import IO, Any
 from zeroshard.data.files import Fingerprint
 from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.errors import UserError, warn
-from zeroshard.host.regular_files import json_of, open_regular, read_text, write_inside
+from zeroshard.host.regular_files import flush, json_of, open_regular, read_text, write_inside
 
 
 @dataclass
@@ -122,9 +122,9 @@ def publish(work: Path, out: Path) -> None:
     draft = work / "draft"
     for folder, _, names in os.walk(draft, topdown=False):
         for name in (*names, "."):
-            _flush(Path(folder, name))
+            flush(Path(folder, name))
     draft.rename(out)
-    _flush(out.parent)
+    flush(out.parent)
     remove(work)
 
 
@@ -177,11 +177,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, why: object) -> UserError:
     return UserError("data.dir", f"{path} is damaged ({why})", f"delete {path.parent}, and prepare anew")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

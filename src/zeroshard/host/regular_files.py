@@ -279,3 +279,12 @@ def _require_regular(path: str | PathLike[str], mode: int) -> None:
     if kind != stat.S_IFREG:
         what = _KINDS.get(kind, "something else")
         raise OSError(errno.EINVAL, f"it is {what}, not a file", os.fspath(path))
+
+
+def flush(path: Path) -> None:
+    """Block until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

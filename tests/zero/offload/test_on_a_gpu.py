@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fake_cuda import CUDA, Peers, Waits, backward_events, device, guarded, reads  # noqa: F401 -- fixtures
+from fake_cuda import (  # noqa: F401 -- fixtures
+    CUDA,
+    Peers,
+    Waits,
+    backward_events,
+    device,
+    guarded,
+    reads,
+    unscaled_step,
+)
 from hazards import _Event
 from nets import WIDTH
 from zero.offload.executors import AtOnce, Late
@@ -70,14 +79,7 @@ def test_masters_states_and_gradients_are_on_the_host_and_weights_on_the_device(
     with FakeTensorMode(), Waits():
         model, zero, optim = _engine(device, stage, policy, Offload(grads=grads, weights=weights), monkeypatch)
         for _ in range(2):
-            for micro in range(num_micro):
-                with zero.micro_batch(last=micro == num_micro - 1):
-                    model(torch.empty(2, WIDTH, device=CUDA)).sum()
-                    backward_events(zero)
-            found_inf, inverse_scale = torch.zeros(1, device=CUDA), torch.ones(1, device=CUDA)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [param.grad for param in model.parameters()], found_inf, inverse_scale
-            )
+            unscaled_step(zero, model, num_micro)
             assert zero.clip_grad_norm_(1.0).device.type == "cuda"
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).device.type == "cuda"
             assert all(grad.device.type == "cuda" for grad in zero.full_grads().values())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nets import Net, in_order, muon_and_adamw, rows
+from nets import Net, muon_and_adamw, odd_net, rows
 from same_results import Saved
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.errors import UserError
@@ -18,17 +18,6 @@ OPTIMIZERS = {
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "Muon and AdamW": (torch.optim.Muon, {"lr": 1e-2}),
 }
-
-
-def _net():
-    net = Net(block=lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)))
-    net.last.weight = net.first.weight
-    net.register_buffer("table", torch.arange(6).view(2, 3))
-    net.register_buffer("scratch", torch.ones(2), persistent=False)
-    net.scale = nn.Parameter(torch.tensor(1.5))
-    net.empty = nn.Parameter(torch.empty(0))
-    net.path = lambda net, x: in_order(net, x) * net.scale
-    return net
 
 
 def _optimizers(zero, name):
@@ -47,7 +36,7 @@ def _steps(zero, optims, steps):
 
 def _save(comm, stage, optimizer, shard_size=None):
     """Pieces and weights after two steps, and the weights after two more."""
-    zero = Zero(_net(), stage=stage, comm=comm, shard_size=shard_size)
+    zero = Zero(odd_net(), stage=stage, comm=comm, shard_size=shard_size)
     optims = _optimizers(zero, optimizer)
     _steps(zero, optims, range(2))
     copied = [NamedShard(s.name, s.kind, s.shape, s.interval, s.tensor.clone()) for s in zero.named_shards()]
@@ -57,7 +46,7 @@ def _save(comm, stage, optimizer, shard_size=None):
 
 
 def _load(comm, stage, optimizer, saved, reader, shard_size=None):
-    net = _net()
+    net = odd_net()
     with torch.no_grad():
         for tensor in (*net.parameters(), net.table):
             tensor.fill_(7)
@@ -150,7 +139,7 @@ def test_a_state_that_a_checkpoint_cannot_hold_is_named():
                 self.state[param]["seen"] = [object()]
             return super().step(closure)
 
-    zero = Zero(_net(), comm=NullCommunicator(2))
+    zero = Zero(odd_net(), comm=NullCommunicator(2))
     with pytest.warns(
         UserWarning, match="^optimizer: Listing keeps what no checkpoint can hold: seen/0: a object in an"
     ):
