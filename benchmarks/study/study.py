@@ -23,8 +23,8 @@ from zeroshard.host import process
 process.prepare_torch()
 
 from zeroshard.lab.bench.report import environment  # noqa: E402
-from zeroshard.lab.planner.plan import micro_batches  # noqa: E402
 from zeroshard.lab.planner.planner import Planner, Row, planner_for  # noqa: E402
+from zeroshard.lab.planner.ways import Ways  # noqa: E402
 from zeroshard.lab.predict.hardware import Link, find_link  # noqa: E402
 from zeroshard.lab.predict.timeline import simulate  # noqa: E402
 from zeroshard.lab.report import png  # noqa: E402
@@ -111,7 +111,7 @@ def _rows(model: str, gpus: int, seq_len: int, same: int, batch: int) -> Iterato
     whole = Simulated(model, gpus, seq_len, global_batch=batch)
     for stage in STAGES:
         full = one.filled(stage)
-        fitting = [size for size in micro_batches(whole.planner, None) if size <= full]
+        fitting = [size for size in Ways(()).micro_batches(whole.planner) if size <= full]
         for mode, simulated, sizes in (
             ("same micro-batch", one, [same] if same <= full else []),
             ("same batch", whole, fitting),

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -23,11 +25,13 @@ from tiny_runs import events_of
 from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.cli.verbs.training import written
+from zeroshard.cli.verbs.waiting import waiting
 from zeroshard.errors import ExitStatus, UserError
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nested, validate
+from zeroshard.train.records.console import ERASE
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]
 ENDLESS = ["train", "--nproc", "2", "--max-steps", "100000", "--eval-interval", "0", "--model.n-layer", "1"]
@@ -493,6 +497,32 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence():
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
+
+
+class _Screen(io.StringIO):
+    """A terminal that knows when something has been shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown = threading.Event()
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        super().write(text)
+        self.shown.set()
+
+
+def test_a_verb_that_takes_long_says_so_on_a_terminal_and_leaves_no_trace():
+    screen, pipe = _Screen(), io.StringIO()
+    with waiting("planning llama-8b", silence_s=1e-3, stream=screen):
+        assert screen.shown.wait(600)
+    assert screen.getvalue().startswith(f"{ERASE}planning llama-8b: ")
+    assert screen.getvalue().endswith(f" s{ERASE}")
+    with waiting("planning llama-8b", silence_s=1e-3, stream=pipe):
+        pass
+    assert pipe.getvalue() == ""
 
 
 def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change_and_no_command(capsys):

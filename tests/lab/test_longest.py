@@ -1,6 +1,7 @@
 """`plan --ask longest-sequence`: the length fits, the next one does not; levers in order, and what the limit is."""
 
 import json
+from itertools import accumulate
 
 import pytest
 
@@ -19,7 +20,7 @@ LLAMA = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 
 def test_the_longest_sequence_fits_with_each_lever_and_one_that_is_longer_does_not():
     planner = planner_for("llama-tiny", world_size=2, gpu=small_gpu(60 * 2**20), overrides=LLAMA)
     found = longest_sequence(planner, 3, 1).rows
-    pulled = [planner, *(lever.planner for lever in levers(planner))]
+    pulled = [*accumulate(levers(planner), lambda job, lever: lever.pull(job), initial=planner)]
     assert [each["levers"][-1:] for each in found] == [
         [],
         ["--model.activation-checkpointing full"],

@@ -138,12 +138,16 @@ def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
     given = {"gpu": "t4-16gb", "dtype": "float16", "overrides": {"n_layer": 2, "n_embd": 8192, "n_head": 64}}
     found = plan("llama-tiny", **given)
     names, fit = _listed(found.advice)
-    assert names[:3] == ["activation checkpointing", "inputs of blocks on the host", "feed-forward layers by tiles"]
-    assert names[3:7] == ["state in host memory", "LoRA", "a larger GPU", "7 GPUs"]
-    assert fit[:7] == [False, False, False, True, True, True, True]
-    assert re.search(
-        r"--offload optimizer\) and activation checkpointing would fit.*; \d+ GiB of host memory a node", found.advice
-    )
+    assert [each.partition(" of ")[0] for each in names] == [
+        "the job as it is with --offload optimizer",
+        "LoRA",
+        "sequences",
+        "a larger GPU",
+        "7 GPUs",
+    ]
+    assert fit == [True] * 5
+    assert "(--fit adds what stands after 'with'):" in found.advice
+    assert re.search(r"as it is with --offload optimizer would fit.*; \d+ GiB of host memory a node", found.advice)
     alone = plan("llama-tiny", **given, lora=Lora(16)).best  # what is listed is what a plan of it says
     assert f"LoRA (--lora 16) would fit, at micro-batch {alone.micro_batch} on one GPU: " in found.advice
     assert f"{alone.needed_bytes / 2**30:.1f} GiB, {seconds(alone.timing.step_s)} a step" in found.advice

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zeroshard.comm.agree import largest
 from zeroshard.errors import UserError
@@ -72,6 +71,8 @@ class ComparedRows:
 
 def _is_freed(param: Any) -> bool:
     """Whether a rank has a shard alone: FSDP2 shows it, and zeroshard one NaN, or nothing."""
+    from torch.distributed.tensor import DTensor  # takes a second to import, which most programs never need
+
     nothing = param.numel() > 1 and not any(param.stride())
     return isinstance(param, DTensor) or nothing or param.untyped_storage().nbytes() == 0
 

@@ -96,7 +96,7 @@ def model_config(
     if is_hugging_face(name):
         return _hugging_face().config_of(name, _given(None, seq_len, overrides), vocab_size)
     if name not in PRESETS and not is_address(name):
-        raise UserError("model", f"there is no preset {name!r}", _nearest(name, PRESETS))
+        raise UserError("model", f"there is no preset {name!r}", f"{_nearest(name, PRESETS)}; or {_of_the_hub(name)}")
     preset: Any = (PRESETS.get(name) or Preset(name)).config
     changes = _given(vocab_size, seq_len, overrides)
     known = [field.name for field in fields(preset)]
@@ -154,6 +154,11 @@ def _given(vocab_size: int | None, seq_len: int | None, overrides: Mapping[str, 
 
 def _hugging_face() -> Any:
     return import_module("zeroshard.models.hugging_face.config")
+
+
+def _of_the_hub(name: str) -> str:
+    named = name if name.count("/") == 1 else "OWNER/NAME"
+    return f"hf:{named}, a model of Hugging Face by its name or folder"
 
 
 def _nearest(word: str, known: Mapping[str, object] | list[str]) -> str:

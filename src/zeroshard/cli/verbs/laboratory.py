@@ -16,6 +16,7 @@ from zeroshard.cli.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.cli.verbs.base import Verb
 from zeroshard.cli.verbs.help import default_in_words, help_of, named, usage, values_in_words, wrapped
 from zeroshard.cli.verbs.training import require_there, written
+from zeroshard.cli.verbs.waiting import waiting
 from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.host import process
 from zeroshard.lab.planner.config import PlanConfig
@@ -30,9 +31,10 @@ SWEEP = "Train once for each combination of settings, and compare."
 def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard plan`: prints the predictions of `zeroshard.lab.planner.plan`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    from zeroshard.lab.planner.command import answer_plan  # imports torch
+    with waiting(f"planning {config.model.name}"):
+        from zeroshard.lab.planner.command import answer_plan  # imports torch
 
-    answer = answer_plan(config, width)
+        answer = answer_plan(config, width)
     print(answer.text if config.json else columns.wrapped(answer.text, width))
     return answer.status
 

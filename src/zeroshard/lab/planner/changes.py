@@ -1,22 +1,24 @@
 """What to change where no row of a plan fits, in the order in which one would try, each with its memory and time.
 
-First what costs nothing but time on the same machine (a smaller micro-batch, and the levers of
-`zeroshard.lab.planner.levers`, the cheapest first), then what
-trains something else (adapters), then what costs money (a larger GPU, more GPUs), and last what changes the data
-(shorter sequences).
+First what ``--fit`` finds (`zeroshard.lab.planner.fit`): for what is trained as it is, for adapters, and for shorter
+sequences. Then what costs money: a larger GPU, more GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
 
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe, recommended
-from zeroshard.lab.planner.levers import levers, off_the_device
+from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe
+from zeroshard.lab.planner.fit import chosen, fitted
+from zeroshard.lab.planner.levers import levers
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
+from zeroshard.lab.planner.ways import Ways
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.train.profiling.devices import DEVICES
@@ -25,16 +27,47 @@ from zeroshard.zero import ShardingStrategy
 LORA_RANK = 16
 MOST_GPUS = 2**17
 Stages = Sequence[int | ShardingStrategy]
-Change = tuple[str, Planner, str]  # in words with the flag that makes it, the changed job, and what it costs besides
 
 
-def changes_that_fit(planner: Planner, stages: Stages, micro_batch: int | None, rows: Sequence[Row]) -> str:
+class Change(NamedTuple):
+    """A change, and the row of the job with it.
+
+    Attributes:
+        what: it in words, with its flag.
+        flags: of levers that are pulled beside it.
+        num_gpus: of all nodes.
+        row: the recommended row; if none fits, the one that needs least.
+        cost: what it costs besides time and memory.
+    """
+
+    what: str
+    flags: tuple[str, ...]
+    num_gpus: int
+    row: Row
+    cost: str = ""
+
+    def in_words(self) -> str:
+        """The change in a line."""
+        row, off, cost = self.row, self.row.offloaded, self.cost
+        name = f"{self.what}{' with ' * bool(self.flags)}{' '.join(self.flags)}"
+        if not row.fits:
+            host = f"{row.node_host_bytes / GIB:,.0f} GiB of host memory a node"
+            return f"{name} would not do: {host if row.fits_device else f'{row.needed_bytes / GIB:,.1f} GiB'}"
+        if off.fraction:
+            cost = (
+                f"{cost}{'; ' * bool(cost)}{off.host_bytes * off.ranks_per_node / GIB:,.0f} GiB of host memory a node"
+            )
+        facts = f"{row.needed_bytes / GIB:,.1f} GiB, {seconds(row.timing.step_s)} a step"
+        facts += f", {row.tokens_per_s:,.0f} tokens/s"
+        return f"{name} would fit, at {describe(row, self.num_gpus)}: {facts}{cost and f'; {cost}'}"
+
+
+def changes_that_fit(planner: Planner, ways: Ways, rows: Sequence[Row]) -> str:
     """Say that nothing fits, and list the changes that would make a row fit, a line each.
 
     Args:
         planner: the planner of the rows.
-        stages: the stages that were planned.
-        micro_batch: the requested micro-batch; None: any.
+        ways: the ways to run that were planned.
         rows: the rows, none of which fits.
     """
     best = min(rows, key=lambda row: row.needed_bytes)
@@ -42,97 +75,89 @@ def changes_that_fit(planner: Planner, stages: Stages, micro_batch: int | None, 
     if best.headroom_bytes >= 0:
         gib += f" and {planner.headroom:.0%} must stay free"
     start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
-    found = [(change, _best_row(change[1], stages)) for change in _changes(planner, stages, micro_batch)]
-    planned = [(change, row) for change, row in found if row is not None]
-    if not any(row.fits for _, row in planned):
+    found = [*found_by_fit(planner, ways), *_bought(planner, ways)]
+    if not any(change.row.fits for change in found):
         return f"{start}; no single change helps: take a larger GPU or a smaller model."
-    lines = [f"  {_in_words(change, row)}" for change, row in planned]
-    return "\n".join([f"{start}. What to change, in the order in which to try it:", *lines])
+    by_itself = " (--fit adds what stands after 'with')" if any(change.flags for change in found) else ""
+    what = f"What to change, in the order in which to try it{by_itself}:"
+    return "\n".join([f"{start}. {what}", *(f"  {change.in_words()}" for change in found)])
 
 
-def _in_words(change: Change, row: Row) -> str:
-    name, planner, cost = change
-    if row.fits_device and not row.fits:
-        return f"{name} would not do: {row.node_host_bytes / GIB:,.0f} GiB of host memory a node"
-    if not row.fits:
-        return f"{name} would not do: {row.needed_bytes / GIB:,.1f} GiB"
-    off = row.offloaded
-    if off.fraction and not cost:
-        cost = f"{off.host_bytes * off.ranks_per_node / GIB:,.0f} GiB of host memory a node"
-    facts = f"{row.needed_bytes / GIB:,.1f} GiB, {seconds(row.timing.step_s)} a step, {row.tokens_per_s:,.0f} tokens/s"
-    return f"{name} would fit, at {describe(row, planner.cluster.world_size)}: {facts}{cost and f'; {cost}'}"
-
-
-def _changes(planner: Planner, stages: Stages, micro_batch: int | None) -> Iterator[Change]:
-    workload, model = planner.workload, planner.workload.model
-    ours = model if isinstance(model, LanguageModel) else None
-    if micro_batch is not None and micro_batch > 1:
-        yield "a smaller micro-batch (leave --micro-batch out)", planner, ""
+def found_by_fit(planner: Planner, ways: Ways) -> Iterator[Change]:
+    """What ``--fit`` finds: for the job as it is, for adapters, and for the longest sequences for which it does."""
+    workload, model, num_gpus = planner.workload, planner.workload.model, planner.cluster.world_size
+    if ways.micro_batch is not None and ways.micro_batch > 1:
+        row = replace(ways, micro_batch=None).best(planner)
+        yield Change("a smaller micro-batch (leave --micro-batch out)", (), num_gpus, row)
     if planner.node_copy:
-        yield "no second copy of weights (leave --node-copy out)", planner.on(node_copy=0), ""
-    thrifty, added = planner, ""
-    pulled: tuple[str, ...] = ()
-    for lever in levers(planner):
-        also = " with " + " ".join(pulled) if pulled else ""
-        yield f"{lever.what} ({lever.flag}){also}", lever.planner, ""
-        flag = lever.flag.partition(" ")[0]
-        pulled = (*(each for each in pulled if not each.startswith(flag)), lever.flag)
-        if lever.flag.endswith(" full"):
-            thrifty, added = lever.planner, "checkpointing"
-    for lever in off_the_device(thrifty):
-        yield f"{lever.what} ({lever.flag})" + (f" and activation {added}" if added else ""), lever.planner, ""
-    if ours is not None and ours.lora is None and workload.optimizer == "AdamW":
+        row = ways.best(planner.on(node_copy=0))
+        yield Change("no second copy of weights (leave --node-copy out)", (), num_gpus, row)
+    if not isinstance(model, LanguageModel):
+        return
+    if found := _by_fit(planner, ways, "the job as it is"):
+        yield found
+    if model.lora is None and workload.optimizer == "AdamW" and model.matmul != "fp8":
         with suppress(UserError):  # what adds adapters, peft, is not installed
             adapters = planner.on(workload=workload.changed(lora=Lora(LORA_RANK)))
-            yield f"LoRA (--lora {LORA_RANK})", adapters, "it trains adapters of weights that must be there already"
+            cost = "it trains adapters of weights that must be there already"
+            if found := _by_fit(adapters, ways, f"LoRA (--lora {LORA_RANK})", cost, alone=True):
+                yield found
+    if shorter := _shorter_sequences(planner, ways):
+        yield shorter
+
+
+def _by_fit(planner: Planner, ways: Ways, what: str, cost: str = "", *, alone: bool = False) -> Change | None:
+    """The change with what ``--fit`` finds; None if there are no levers, unless it is something ``alone``."""
+    best = chosen(fitted(planner, ways))
+    if not best.flags and not alone:
+        return None
+    return Change(what, best.flags, planner.cluster.world_size, best.row, cost)
+
+
+def _shorter_sequences(planner: Planner, ways: Ways) -> Change | None:
+    """The longest sequences that fit among a half, a quarter, ... of the job's; None if none do.
+
+    Shorter sequences need no more memory.
+    """
+    seq_len, share = planner.workload.seq_len, planner.workload.sequence_parallel
+    lengths = [seq_len >> times for times in range(1, seq_len.bit_length()) if (seq_len >> times) % share == 0]
+
+    def at(place: int) -> Change | None:
+        length = lengths[place]
+        there = planner.on(workload=planner.workload.changed(seq_len=length))
+        best = chosen(fitted(there, ways))
+        what = f"sequences of {length} tokens (--seq-len {length})"
+        return Change(what, best.flags, planner.cluster.world_size, best.row) if best.fits else None
+
+    found, low, high = None, -1, len(lengths)  # `found` is at `high`; none fits at `low`
+    while high - low > 1:
+        middle = (low + high) // 2 if low >= 0 else 0  # a half is often enough
+        change = at(middle)
+        found, low, high = (found, middle, high) if change is None else (change, low, middle)
+    return found
+
+
+def _bought(planner: Planner, ways: Ways) -> Iterator[Change]:
+    """A larger GPU, and more of them."""
+    num_gpus, every = planner.cluster.world_size, Ways(ways.stages)
     for device in sorted(DEVICES.values(), key=lambda each: each.memory_bytes):
         larger = planner.device.name in DEVICES and device.memory_bytes > planner.device.memory_bytes
         if larger and device.device_type == planner.device.device_type:
             there = planner.on(device=device)
-            fits = (_fits(there, stage, _smallest(there)) for stage in reversed(stages))
-            if workload.dtype in device.matmul_flops_per_s and any(fits):
-                yield f"a larger GPU (--gpu {device.name})", there, ""
+            fits = (there.fits(stage, _smallest(there)) for stage in reversed(ways.stages))
+            if planner.workload.dtype in device.matmul_flops_per_s and any(fits):
+                yield Change(f"a larger GPU (--gpu {device.name})", (), num_gpus, every.best(there))
                 break
-    for way, also in ((planner, ""), (thrifty, f" and activation {added}")):
-        # GPUs that share sequences come in groups, which the search does not know
-        more = fewest_gpus(way, stages, _smallest(way)) if workload.sequence_parallel == 1 else None
+    if planner.workload.sequence_parallel > 1:
+        return  # GPUs that share sequences come in groups, which the search does not know
+    thrifty = [lever for lever in levers(planner) if lever.flag.endswith(" full")]
+    for pulled in ([], thrifty):
+        way = pulled[0].pull(planner) if pulled else planner
+        more = fewest_gpus(way, ways.stages, _smallest(way))
         if more is not None:
-            yield f"{more:,} GPUs{also}", way.on(world_size=more, global_batch=0), ""
+            row = every.best(way.on(world_size=more, global_batch=0))
+            yield Change(f"{more:,} GPUs", tuple(lever.flag for lever in pulled), more, row)
             break
-    if ours is not None:
-        shorter = _shorter_sequences(thrifty, stages[-1])
-        if shorter is not None:
-            length = shorter.workload.seq_len
-            with_added = f", with activation {added}" if added else ""
-            yield f"sequences of {length} tokens (--seq-len {length}){with_added}", shorter, ""
-
-
-def _shorter_sequences(planner: Planner, stage: int | ShardingStrategy) -> Planner | None:
-    """The job with the longest sequences that fit among a half, a quarter, ... of its own; None if none do."""
-
-    def at(length: int) -> Planner | None:
-        there = planner.on(workload=planner.workload.changed(seq_len=length))
-        return there if _fits(there, stage, _smallest(planner)) else None
-
-    seq_len, share = planner.workload.seq_len, planner.workload.sequence_parallel
-    lengths = [seq_len >> times for times in range(1, seq_len.bit_length()) if (seq_len >> times) % share == 0]
-    if not lengths or at(lengths[-1]) is None:  # checked first, to save the traces of longer ones
-        return None
-    return next(filter(None, map(at, lengths)))
-
-
-def _best_row(planner: Planner, stages: Stages) -> Row | None:
-    """The row to recommend; if none fits, the one that needs least; None if no row can be planned."""
-    rows: list[Row] = []
-    try:
-        for stage in stages if planner.stages_differ else stages[:1]:
-            for micro_batch in filter(planner.num_micro, MICRO_BATCHES):
-                rows.append(planner.row(stage, micro_batch))
-                if not rows[-1].fits:
-                    break
-    except UserError:
-        return None
-    return recommended(rows) or min(rows, key=lambda row: row.needed_bytes, default=None)
 
 
 def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | None:
@@ -145,7 +170,7 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
 
     def fits(world_size: int) -> bool:
         other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
-        return any(_fits(other, stage, micro_batch) for stage in reversed(stages))
+        return any(other.fits(stage, micro_batch) for stage in reversed(stages))
 
     in_blocks = planner.workload.states[0].block > 1  # whose padding may need more memory in a larger world
     if not in_blocks and not fits(MOST_GPUS):
@@ -163,7 +188,3 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
 
 def _smallest(planner: Planner) -> int:
     return next((size for size in MICRO_BATCHES if planner.num_micro(size)), 1)
-
-
-def _fits(planner: Planner, stage: int | ShardingStrategy, micro_batch: int) -> bool:
-    return planner.num_micro(micro_batch) > 0 and planner.row(stage, micro_batch).fits

@@ -13,10 +13,10 @@ from zeroshard.lab.planner.advice import recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.fit import Tried, chosen, fitted, levers_in_words
+from zeroshard.lab.planner.fit import Tried, chosen, fitted, levers_in_words, with_flags
 from zeroshard.lab.planner.inverse import Answer, fewest
 from zeroshard.lab.planner.longest import longest_sequence
-from zeroshard.lab.planner.plan import check_node_copy, check_wire_nodes, plan
+from zeroshard.lab.planner.plan import asked, check_node_copy, check_wire_nodes, plan
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
@@ -64,8 +64,9 @@ def _answer(config: PlanConfig, width: int) -> PlanAnswer:
             status, _printed(config, content, answer.sentence, _unused_network(config, [planner.cluster]))
         )
     if config.fit:
-        tried = fitted(config, planner_for(**given), _plan)
-        return _with_cost(chosen(tried).config, chosen(tried).plan, width, tried)
+        tried = fitted(*asked(**given, **_ways(config)))
+        config = with_flags(config, chosen(tried).flags)
+        return _with_cost(config, _plan(config), width, tried)
     found = _plan(config)
     if config.explain:
         explained = explain(planner_for(**given), chosen_row(config, found))
@@ -81,16 +82,17 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     return planner
 
 
+def _ways(config: PlanConfig) -> dict[str, Any]:
+    return {
+        "stage": None if config.stage == "all" else int(config.stage),
+        "shard_size": config.shard_size or None,
+        "micro_batch": config.micro_batch or None,
+        "local_steps": local_steps(config.local_steps, config.local_steps.fragments),  # units are not known here
+    }
+
+
 def _plan(config: PlanConfig) -> Plan:
-    return plan(
-        **arguments(config),
-        stage=None if config.stage == "all" else int(config.stage),
-        shard_size=config.shard_size or None,
-        micro_batch=config.micro_batch or None,
-        local_steps=local_steps(
-            config.local_steps, config.local_steps.fragments
-        ),  # units of the model are not known here
-    )
+    return plan(**arguments(config), **_ways(config))
 
 
 def _with_cost(config: PlanConfig, found: Plan, width: int, tried: Sequence[Tried] = ()) -> PlanAnswer:

@@ -12,8 +12,9 @@ docs/how-to/long-context.md says what each frees; the last one is of training st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -23,19 +24,19 @@ from zeroshard.zero import Offload
 
 
 class Lever(NamedTuple):
-    """A lever, pulled beside all that come before it.
+    """A lever.
 
     Attributes:
         what: it in words.
         flag: the flag that pulls it.
         frees: what it frees, in words.
-        planner: the job with it, and with those before it.
+        pull: makes the job with it of a job without it.
     """
 
     what: str
     flag: str
     frees: str
-    planner: Planner
+    pull: Callable[[Planner], Planner]
 
 
 def levers(planner: Planner) -> Iterator[Lever]:
@@ -45,33 +46,35 @@ def levers(planner: Planner) -> Iterator[Lever]:
     if not isinstance(model, LanguageModel):
         return
     if workload.kernels == "reference" and planner.device.device_type == "cuda" and workload.autocast is None:
-        chunked = replace(workload, kernels="auto").changed()
-        kernels = "kernels" if chunked.model.has_fused_blocks else planner.software.impl
-        planner = replace(planner, workload=chunked, software=replace(planner.software, impl=kernels))
-        yield Lever("the loss in chunks", "--kernels auto", "logits", planner)
+        yield Lever("the loss in chunks", "--kernels auto", "logits", _by_kernels)
     recomputed, tiles = model.config.activation_checkpointing, model.config.tiles
     if recomputed not in ("full", "offload"):
-        planner = _with(planner, activation_checkpointing="full")
-        what = "activation checkpointing"
-        yield Lever(what, "--model.activation-checkpointing full", "activations of blocks", planner)
+        what, pull = "activation checkpointing", partial(_with, activation_checkpointing="full")
+        yield Lever(what, "--model.activation-checkpointing full", "activations of blocks", pull)
     if recomputed != "offload":
-        planner = _with(planner, activation_checkpointing="offload")
-        what = "inputs of blocks on the host"
-        yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", planner)
-    if tiles == "none" and planner.software.impl != "compile" and not planner.reproducible:
-        planner = _with(planner, tiles="auto")
-        yield Lever("feed-forward layers by tiles", "--tiles auto", "the feed-forward layer's middle", planner)
+        what, pull = "inputs of blocks on the host", partial(_with, activation_checkpointing="offload")
+        yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", pull)
+    if tiles == "none" and planner.software.impl != "compile" and model.matmul != "fp8" and not planner.reproducible:
+        what, pull = "feed-forward layers by tiles", partial(_with, tiles="auto")
+        yield Lever(what, "--tiles auto", "the feed-forward layer's middle", pull)
     size = gcd(planner.cluster.world_size, model.config.n_head)
-    if size > 1 and planner.workload.sequence_parallel == 1 and not planner.reproducible:
-        planner = shared_by(planner, size)
-        yield Lever(f"sequences shared by {size} GPUs", f"--sequence-parallel {size}", "a GPU's tokens", planner)
+    if size > 1 and workload.sequence_parallel == 1 and not planner.reproducible:
+        what, pull = f"sequences shared by {size} GPUs", partial(shared_by, size=size)
+        yield Lever(what, f"--sequence-parallel {size}", "a GPU's tokens", pull)
 
 
 def off_the_device(planner: Planner) -> Iterator[Lever]:
     """Yield the lever of training state, if the job has not pulled it and updates hide beside the next forward."""
     hides = planner.workload.states[0].by_unit and not planner.reproducible
     if planner.offload is None and hides and planner.device.device_type == "cuda":
-        yield Lever("state in host memory", "--offload optimizer", "states", planner.on(offload=Offload()))
+        yield Lever("state in host memory", "--offload optimizer", "states", lambda job: job.on(offload=Offload()))
+
+
+def _by_kernels(planner: Planner) -> Planner:
+    chunked = replace(planner.workload, kernels="auto").changed()
+    assert isinstance(chunked.model, LanguageModel)
+    kernels = "kernels" if chunked.model.has_fused_blocks else planner.software.impl
+    return replace(planner, workload=chunked, software=replace(planner.software, impl=kernels))
 
 
 def _with(planner: Planner, **overrides: str) -> Planner:

@@ -74,13 +74,14 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
     planner = planner.on(global_batch=0)
     found = [_longest(planner, (), stage, micro_batch)]
     flags: list[str] = []
-    pulled = list(levers(planner))
-    for lever in (*pulled, *off_the_device(pulled[-1].planner if pulled else planner)):
+    job = planner
+    for lever in (*levers(planner), *off_the_device(planner)):
         if found[-1].ends:
             break
+        job = lever.pull(job)
         name = lever.flag.partition(" ")[0]
         flags = [*(flag for flag in flags if flag.partition(" ")[0] != name), lever.flag]
-        found.append(_longest(lever.planner, tuple(flags), stage, micro_batch))
+        found.append(_longest(job, tuple(flags), stage, micro_batch))
     given = found[0]
     return Answer(
         given.tokens or None,
@@ -176,9 +177,10 @@ def _parts(planner: Planner, row: Row, tokens: int, stage: int, micro_batch: int
     """Bytes by purpose: what each further lever would free at this length, training state, and what is left."""
     now, parts = row, {}
     for lever in levers(planner):
-        if lever.planner.workload.sequence_parallel != planner.workload.sequence_parallel:
-            continue  # it frees all the others' bytes by its number
-        after = _row(lever.planner, tokens, stage, micro_batch)
+        planner, share = lever.pull(planner), planner.workload.sequence_parallel
+        if planner.workload.sequence_parallel != share:
+            break  # it frees all the others' bytes by its number, and is the last one
+        after = _row(planner, tokens, stage, micro_batch)
         if after is None:
             continue
         parts[lever.frees] = max(now.needed_bytes - after.needed_bytes, 0)

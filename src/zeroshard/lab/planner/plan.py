@@ -7,7 +7,7 @@ schedule (`zeroshard.lab.predict.timeline`). Only the rates of devices and links
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
 
@@ -16,11 +16,12 @@ from torch import nn
 from zeroshard import rules
 from zeroshard.errors import UserError
 from zeroshard.host.host_memory import require_memory
-from zeroshard.lab.planner.advice import MICRO_BATCHES, reason, recommended
+from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
 from zeroshard.lab.planner.request import Given
+from zeroshard.lab.planner.ways import Ways
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
 
@@ -48,20 +49,8 @@ def plan(
     Raises:
         UserError: (a ValueError) the job cannot be planned; the message names the argument.
     """
-    num_gpus = given.get("world_size", 1)
-    if local_steps is not None:
-        rules.check_local_steps("local_steps.every", local_steps.every, shard_size, num_gpus)
-        rules.check_replicas_share("sequence_parallel", given.get("sequence_parallel", 1), shard_size or num_gpus)
-    planner = planner_for(model, **given)
-    world_size = planner.cluster.world_size
-    stages = _stages(stage, shard_size, world_size, local_steps)
-    check_node_copy(planner, stage, shard_size)
-    if planner.reproducible:
-        beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
-        rules.check_same_bits("reproducible", planner.reproducible, wire="", **beside)
-    check_wire_nodes(planner)
-    shown = stages if planner.stages_differ else stages[:1]
-    rows = list(_rows(planner, shown, micro_batch, shard_size, local_steps))
+    planner, ways = asked(model, stage, shard_size, micro_batch, local_steps, **given)
+    rows = list(ways.rows(planner))
     best = recommended(rows)
     if best is None:
         _require_host_memory(planner, rows)
@@ -71,14 +60,33 @@ def plan(
         cluster=planner.cluster,
         rows=tuple(rows),
         best=best,
-        advise=(
-            partial(reason, planner, rows, best)
-            if best
-            else partial(changes_that_fit, planner, stages, micro_batch, rows)
-        ),
+        advise=partial(reason, planner, rows, best) if best else partial(changes_that_fit, planner, ways, rows),
         software=planner.software,
         host_memory_bytes=planner.host_memory_bytes,
     )
+
+
+def asked(
+    model: str | nn.Module,
+    stage: int | ShardingStrategy | None,
+    shard_size: int | None,
+    micro_batch: int | None,
+    local_steps: LocalSteps | None,
+    **given: Unpack[Given],
+) -> tuple[Planner, Ways]:
+    """The job of these arguments of `plan`, and the ways to run it; errors are those of `plan`."""
+    num_gpus = given.get("world_size", 1)
+    if local_steps is not None:
+        rules.check_local_steps("local_steps.every", local_steps.every, shard_size, num_gpus)
+        rules.check_replicas_share("sequence_parallel", given.get("sequence_parallel", 1), shard_size or num_gpus)
+    planner = planner_for(model, **given)
+    stages = _stages(stage, shard_size, planner.cluster.world_size, local_steps)
+    check_node_copy(planner, stage, shard_size)
+    if planner.reproducible:
+        beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
+        rules.check_same_bits("reproducible", planner.reproducible, wire="", **beside)
+    check_wire_nodes(planner)
+    return planner, Ways(stages, micro_batch, shard_size, local_steps)
 
 
 def _require_host_memory(planner: Planner, rows: Sequence[Row]) -> None:
@@ -131,59 +139,3 @@ def _stages(
     if stage is not None:
         return (stage,)
     return tuple(each for each in STAGES if each or shard_size is None or local_steps is not None)
-
-
-def _rows(
-    planner: Planner,
-    stages: Sequence[int | ShardingStrategy],
-    micro_batch: int | None,
-    shard_size: int | None,
-    local_steps: LocalSteps | None,
-) -> Iterator[Row]:
-    candidates = micro_batches(planner, micro_batch)
-    largest: dict[int | ShardingStrategy, int] = {}
-    for stage in stages:
-        for candidate in candidates:
-            row = planner.row(stage, candidate, shard_size, local_steps)
-            yield row
-            if not row.fits:
-                break
-            largest[stage] = candidate
-    if shard_size is not None:
-        return
-    for size in planner.smaller_groups():
-        for stage in stages:
-            if stage != 0:
-                fitting = [each for each in candidates if each <= largest.get(stage, candidates[0])]
-                yield _largest_fitting(planner, stage, fitting, size)
-
-
-def _largest_fitting(
-    planner: Planner, stage: int | ShardingStrategy, candidates: Sequence[int], shard_size: int
-) -> Row:
-    """The row of the largest micro-batch in ``candidates`` that fits, or of the smallest if none does."""
-    row = planner.row(stage, candidates[-1], shard_size)
-    for candidate in reversed(candidates[:-1]):
-        if row.fits:
-            break
-        row = planner.row(stage, candidate, shard_size)
-    return row
-
-
-def micro_batches(planner: Planner, given: int | None) -> list[int]:
-    """The micro-batch sizes to plan.
-
-    Raises:
-        UserError: the given size is below 1, or does not divide a rank's rows of the global batch.
-    """
-    if given is not None:
-        if given < 1:
-            raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
-        if not planner.num_micro(given):
-            share = planner.workload.sequence_parallel
-            named = "GPUs" if share == 1 else f"groups of {share} GPUs"
-            groups = planner.cluster.world_size // share
-            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {groups} {named}"
-            raise UserError("global_batch", what, "change one of the three")
-        return [given]
-    return [size for size in MICRO_BATCHES if planner.num_micro(size)]

@@ -17,6 +17,7 @@ from zeroshard.lab.predict.rates import Software
 from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
+from zeroshard.zero import ShardingStrategy
 
 HOST_BINDS = 0.95  # share of a step's time from which on the host that issues its operations is the bottleneck
 DAY_S = 86_400
@@ -64,6 +65,28 @@ class Offloaded:
     def written_bytes_per_day(self, step_s: float) -> float:
         """Bytes that the ranks of a node write to their files in a day of steps of ``step_s`` seconds."""
         return self.file_bytes * self.ranks_per_node * DAY_S / step_s if step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one way to run needs of memory: as in `Row`, with the strategy and whether the host lacks memory."""
+
+    strategy: ShardingStrategy
+    shard_size: int
+    step: Step
+    outer_steps: OuterStepCost
+    node_size: int
+    process: ProcessMemory
+    needed_bytes: int
+    host_input_bytes: int
+    node_host_bytes: int
+    fits_device: bool
+    lacks_host: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether both device and host have enough, as far as is known."""
+        return self.fits_device and not self.lacks_host
 
 
 @dataclass(frozen=True)

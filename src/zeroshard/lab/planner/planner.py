@@ -9,13 +9,14 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import nn
 
-from zeroshard.lab.planner.plan_rows import Offloaded, Row, bottleneck
+from zeroshard.lab.planner.plan_rows import Needs, Offloaded, Row, bottleneck
 from zeroshard.lab.planner.request import HEADROOM, Given, Request
 from zeroshard.lab.predict.actions import Accumulate, Compute, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.memory import file_parts, host_bytes
+from zeroshard.lab.predict.memory import file_parts, host_bytes, state_bytes
+from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.offload import (
     UnitTimes,
     frozen_s,
@@ -96,81 +97,168 @@ class Planner:
         local_steps: LocalSteps | None = None,
     ) -> Row:
         """Plan one way to run; ``shard_size`` None: all ranks; ``local_steps`` None: replicas reduce at each step."""
-        if self.offload is not None and self.offload.fraction == "auto" and not self._all_leaves(self.offload):
-            return self._row_of_fraction(self.offload, stage, micro_batch, shard_size)
+        plan = self._settled(stage, micro_batch, shard_size)
+        needs = plan.needs(stage, micro_batch, shard_size, local_steps)
+        return plan._timed(needs, stage, micro_batch, local_steps)
+
+    def fits(
+        self,
+        stage: int | ShardingStrategy,
+        micro_batch: int,
+        shard_size: int | None = None,
+        local_steps: LocalSteps | None = None,
+    ) -> bool:
+        """Whether that row fits, without its time: of most that do not, `held_bytes` or `least_bytes` are too many."""
+        if not self.num_micro(micro_batch) or not self.leaves_room(self.held_bytes(stage, micro_batch, shard_size)):
+            return False
+        if not self.leaves_room(self.least_bytes(stage, micro_batch, shard_size)):
+            return False
+        all_away = self._with_all_away()
+        if all_away.needs(stage, micro_batch, shard_size, local_steps).fits:
+            return True
+        plan = self if all_away is self else self._settled(stage, micro_batch, shard_size)
+        return plan is not self and plan.needs(stage, micro_batch, shard_size, local_steps).fits
+
+    def held_bytes(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> int:
+        """Bytes of the row's weights and states that stay on the device, or of as few as may, without a trace."""
+        shards = shard_size or self.cluster.world_size
+        strategy = self.strategy(stage, shards)
+        settings = self._with_all_away()._settings(strategy, micro_batch, shards)
+        state, whole_state = self.workload.states
+        how: dict[str, Any] = {
+            "whole_optimizer": whole_state,
+            "device_type": settings.device_type,
+            "offload": settings.offload,
+        }
+        held = state_bytes(self._buffers(shards), strategy, settings.rank, state, settings.precision, **how)
+        return held["params"] + held["master"] + held["optimizer"]
+
+    def least_bytes(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> int:
+        """Bytes that the row needs at least: the peak of the trace, beside what is held.
+
+        The engine only adds to them, for unsharded weights and gradients.
+        """
+        trace = self._trace(micro_batch)
+        return self.held_bytes(stage, micro_batch, shard_size) + trace.input_bytes + trace.peak_bytes
+
+    def leaves_room(self, num_bytes: int) -> bool:
+        """Whether beside so many bytes of the device as much is free as must stay free."""
+        return self.device.memory_bytes - num_bytes >= self.headroom * self.device.memory_bytes
+
+    def needs(
+        self,
+        stage: int | ShardingStrategy,
+        micro_batch: int,
+        shard_size: int | None = None,
+        local_steps: LocalSteps | None = None,
+    ) -> Needs:
+        """The memory of one way to run, of which a part of the state has left as `Offload.fraction` says."""
         world_size = self.cluster.world_size
         shards = shard_size or world_size
         strategy = self.strategy(stage, shards)
-        buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
         step = self.step(strategy, micro_batch, shards, alone=local_steps is not None)
-        timing = simulate(step, self.device, self.cluster, software=self.software)
         outer_steps = OuterStepCost()
         if local_steps is not None:
+            buffers = self._buffers(shards)
             outer_steps = outer_step_cost(buffers, local_steps, strategy, self.cluster, self.device)
-            timing = outer_steps.added_to(timing)
-        settings = self._settings(strategy, micro_batch, shards)
-        offloaded = self._offloaded(settings, buffers, step, micro_batch)
-        timing = replace(timing, step_s=timing.step_s + offloaded.waiting_s, host_s=offloaded.waiting_s)
-        node_size = settings.nodes_of(shards) or 0
+        node_size = self._settings(strategy, micro_batch, shards).nodes_of(shards) or 0
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
         needed = step.peak.total + process.total + outer_steps.outer_bytes
-        left = self.device.memory_bytes - needed
         host_input_bytes = self.workload.host_input_bytes(micro_batch)
-        on_host = offloaded.host_bytes + host_input_bytes
+        on_host = host_input_bytes + (0 if self.offload is None else host_bytes(step.before_update))
         if on_host and self.device.device_type == "cpu":  # whose memory is that of the host
             on_host = needed
         node_bytes = on_host * min(self.cluster.ranks_per_node, world_size)
-        lacks_host = self.host_memory_bytes is not None and node_bytes > self.host_memory_bytes
-        fits_device = left >= self.headroom * self.device.memory_bytes
+        return Needs(
+            strategy,
+            shards,
+            step,
+            outer_steps,
+            node_size,
+            process,
+            needed_bytes=needed,
+            host_input_bytes=host_input_bytes,
+            node_host_bytes=node_bytes,
+            fits_device=self.leaves_room(needed),
+            lacks_host=self.host_memory_bytes is not None and node_bytes > self.host_memory_bytes,
+        )
+
+    def _timed(
+        self, needs: Needs, stage: int | ShardingStrategy, micro_batch: int, local_steps: LocalSteps | None
+    ) -> Row:
+        """The row of a way to run with these needs."""
+        world_size, step, shards = self.cluster.world_size, needs.step, needs.shard_size
+        buffers = self._buffers(shards)
+        timing = simulate(step, self.device, self.cluster, software=self.software)
+        if local_steps is not None:
+            timing = needs.outer_steps.added_to(timing)
+        offloaded = self._offloaded(self._settings(needs.strategy, micro_batch, shards), buffers, step, micro_batch)
+        timing = replace(timing, step_s=timing.step_s + offloaded.waiting_s, host_s=offloaded.waiting_s)
         tokens_per_s = step.tokens * world_size / timing.step_s if timing.step_s else 0.0
         peak = self.device.matmul_flops_per_s.get(self.workload.dtype)
         mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
+        only_host = needs.fits_device and needs.lacks_host
         return Row(
             stage=stage if isinstance(stage, int) else None,
             shard_size=shards,
             micro_batch=micro_batch,
             num_micro=max(self.num_micro(micro_batch), 1),
             step=step,
-            process=process,
-            needed_bytes=needed,
-            headroom_bytes=left,
-            fits=fits_device and not lacks_host,
-            fits_device=fits_device,
+            process=needs.process,
+            needed_bytes=needs.needed_bytes,
+            headroom_bytes=self.device.memory_bytes - needs.needed_bytes,
+            fits=needs.fits,
+            fits_device=needs.fits_device,
             timing=timing,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
-            binds="host memory" if fits_device and lacks_host else bottleneck(timing, fits=fits_device),
+            binds="host memory" if only_host else bottleneck(timing, fits=needs.fits_device),
             spread=spread(self.device),
-            outer_steps=outer_steps,
+            outer_steps=needs.outer_steps,
             padding=padding_of(buffers),
-            node_copy=strategy.secondary_shard_size or 0,
-            node_size=node_size,
+            node_copy=needs.strategy.secondary_shard_size or 0,
+            node_size=needs.node_size,
             by_link=bytes_by_link(step, self.cluster),
             offloaded=offloaded,
-            host_input_bytes=host_input_bytes,
-            node_host_bytes=node_bytes,
+            host_input_bytes=needs.host_input_bytes,
+            node_host_bytes=needs.node_host_bytes,
             any_stage=not self.stages_differ,
         )
 
-    def _row_of_fraction(
-        self, offload: Offload, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None
-    ) -> Row:
-        """The row with the most units off the device that nothing waits for; with more of them if that does not fit."""
-        world_size = self.cluster.world_size
-        shards = shard_size or world_size
-        strategy = self.strategy(stage, shards)
-        buffers = self.workload.buffers(shards, replicated=shards < world_size, reproducible=self.reproducible)
-        times = self._unit_times(self._settings(strategy, micro_batch, shards), buffers, micro_batch)
+    def _settled(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None) -> Planner:
+        """With a fraction of the state off the device where it was ``auto``: the most units that nothing waits for.
 
-        rows: dict[int, Row] = {}
+        More of them leave if that does not fit.
+        """
+        offload = self.offload
+        if offload is None or offload.fraction != "auto" or self._all_leaves(offload):
+            return self
+        shards = shard_size or self.cluster.world_size
+        buffers = self._buffers(shards)
+        settings = self._settings(self.strategy(stage, shards), micro_batch, shards)
+        times = self._unit_times(settings, buffers, micro_batch)
+
+        def with_away(num_away: int) -> Planner:
+            return replace(self, offload=replace(offload, fraction=share_of(buffers, num_away)))
 
         def fits(num_away: int) -> bool:
-            fixed = replace(offload, fraction=share_of(buffers, num_away))
-            rows[num_away] = replace(self, offload=fixed).row(stage, micro_batch, shard_size)
-            return rows[num_away].fits_device
+            return with_away(num_away).needs(stage, micro_batch, shard_size).fits_device
 
         hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
-        return rows[least_away(hidden, num_units, fits)]
+        return with_away(least_away(hidden, num_units, fits))
+
+    def _buffers(self, num_shards: int) -> list[Buffer]:
+        replicated = num_shards < self.cluster.world_size
+        return self.workload.buffers(num_shards, replicated=replicated, reproducible=self.reproducible)
+
+    def _trace(self, micro_batch: int) -> Trace:
+        return self.workload.trace(micro_batch, self.device.device_type, compiled=self._compiled)
+
+    def _with_all_away(self) -> Planner:
+        """With all of the state off the device where the fraction was ``auto``."""
+        if self.offload is None or self.offload.fraction != "auto":
+            return self
+        return replace(self, offload=replace(self.offload, fraction=1.0))
 
     def _all_leaves(self, offload: Offload) -> bool:
         return bool(why_all(offload, host_rates(self.device, 1), self.device.device_type))
@@ -242,11 +330,11 @@ class Planner:
         workload = self.workload
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
-        trace = workload.trace(micro_batch, self.device.device_type, compiled=self._compiled)
-        buffers = workload.buffers(
-            num_shards, replicated=num_shards < self.cluster.world_size, reproducible=self.reproducible
-        )
-        step = step_of(trace, buffers, state, settings, whole_state)
+        key = settings, micro_batch, num_shards, self._compiled, num_shards < self.cluster.world_size
+        if key not in workload.steps:
+            buffers = self._buffers(num_shards)
+            workload.steps[key] = step_of(self._trace(micro_batch), buffers, state, settings, whole_state)
+        step = workload.steps[key]
         if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
             step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
         return step

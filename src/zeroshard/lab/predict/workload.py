@@ -12,6 +12,7 @@ from torch import nn
 
 from zeroshard.errors import UserError
 from zeroshard.kernels import Choice
+from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
@@ -60,8 +61,11 @@ class Workload:
     ours: bool = False
     autocast: torch.dtype | None = None
     sequence_parallel: int = 1
+    # steps that were predicted, by what they depend on besides: plans of one question differ in device and links only
+    steps: dict[tuple[Any, ...], Step] = field(default_factory=dict)
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
+    _changed: dict[tuple[Any, ...], Workload] = field(default_factory=dict, repr=False)  # by what was changed
 
     @property
     def num_params(self) -> int:
@@ -184,18 +188,22 @@ class Workload:
         """
         assert isinstance(self.model, LanguageModel)
         name, changes = nearest_preset(cast("Any", self.model.config))
-        model, length = preset(
-            name,
-            {**changes, **overrides},
-            seq_len=seq_len or self.seq_len,
-            kernels=self.kernels,
-            document_mask=self.model.eos_id is not None,
-            lora=self.model.lora if lora is None else lora,
-            narrow=OPTIMIZER_STATES[self.optimizer].corrects,
-        )
-        model.matmul = self.model.matmul
-        rows = tokens_and_targets(length // self.sequence_parallel)
-        return replace(self, model=model, units=model.units, inputs=rows, seq_len=length, _traces={}, _buffers={})
+        how: dict[str, Any] = {
+            "seq_len": seq_len or self.seq_len,
+            "kernels": self.kernels,
+            "document_mask": self.model.eos_id is not None,
+            "lora": self.model.lora if lora is None else lora,
+            "narrow": OPTIMIZER_STATES[self.optimizer].corrects,
+        }
+        of_rank = self.precision, self.sequence_parallel, self.autocast
+        key = name, *sorted({**changes, **overrides}.items()), *how.values(), self.model.matmul, of_rank
+        if key not in self._changed:
+            model, length = preset(name, {**changes, **overrides}, **how)
+            model.matmul = self.model.matmul
+            rows = tokens_and_targets(length // self.sequence_parallel)
+            own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}}
+            self._changed[key] = replace(self, model=model, units=model.units, inputs=rows, seq_len=length, **own)
+        return self._changed[key]
 
 
 def input_slot_bytes(model: LanguageModel, num_tokens: int, dtype: torch.dtype) -> int:
