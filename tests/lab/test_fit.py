@@ -116,9 +116,10 @@ def test_what_fits_as_given_pulls_nothing():
 
 
 def test_levers_that_the_settings_do_not_go_with_are_not_tried():
-    """A sequence of an odd number of tokens is not cut in two; tiles do not go with compiled blocks."""
-    flags = [each.flags for each in tried_in(2**20, seq_len=1025, impl="compile")]
-    assert flags == [(), (FLAGS[0],), (FLAGS[1],)]
+    """A sequence of an odd number of tokens is not cut in two; tiles do not go with compiled blocks, and both not with
+    reproducible steps."""
+    for given in ({"seq_len": 1025, "impl": "compile"}, {"reproducible": 2}):
+        assert [each.flags for each in tried_in(2**20, **given)] == [(), (FLAGS[0],), (FLAGS[1],)]
 
 
 @pytest.mark.parametrize(
