@@ -126,6 +126,7 @@ def as_on_a_gpu(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.redundant(but=["sizes1-False"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 @pytest.mark.parametrize(
     ("sizes", "compiles"),
@@ -155,6 +156,7 @@ def test_by_blocks_loss_and_gradients_are_those_of_the_mask(as_on_a_gpu, monkeyp
     assert any(not torch.equal(*each) for each in zip(wanted, by_blocks, strict=True))  # they are other kernels
 
 
+@pytest.mark.redundant(but=["selective-None-cuda", "full-dtype2-eager"])
 @pytest.mark.parametrize(
     ("how", "dtype", "device_type"),
     [("none", torch.bfloat16, "cuda"), ("selective", None, "cuda"), ("full", torch.bfloat16, "eager")],

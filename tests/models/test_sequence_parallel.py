@@ -312,6 +312,7 @@ def test_what_cannot_be_shared_is_one_line():
         four.cut(torch.zeros(1, 18))
 
 
+@pytest.mark.redundant(but=["none"])
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # torch's compiler looks at the block's input
 @pytest.mark.parametrize("how", ["none", "full", "offload"])
 def test_compiled_blocks_are_graphs_before_and_after_attention(how):

@@ -126,6 +126,7 @@ def assert_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"step {step}"
 
 
+@pytest.mark.redundant(but=["AdamW tensor lr-2-100"])
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -460,6 +461,7 @@ def run(comm: Communicator, optim: torch.optim.Optimizer, model: nn.Module, step
         optim.zero_grad()
 
 
+@pytest.mark.redundant(but=["Adafactor"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_consolidated_dict_is_the_unsharded_one_and_loads_at_any_world_size(name):
     """Two steps on one world size, the dict through both kinds of optimizer, two more on another."""
