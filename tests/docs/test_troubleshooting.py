@@ -18,7 +18,7 @@ SAYS_WHAT_MAY_BE = re.compile(
     r"\b(?:is|are|was) (?:not|no|outside|below|above|neither|unknown|before|called|there|listed)\b|\bmust\b"
 )
 # Their errors reach a user inside a UserError ("is damaged: ..."), or as a note in a report.
-WRAPPED = ("checkpoint/manifest", "checkpoint/reshard", "checkpoint/stream", "lab/metrics_log", "regular_files")
+WRAPPED = ("checkpoint/manifest", "checkpoint/reshard", "checkpoint/stream", "lab/metrics_log", "host/regular_files")
 # What these hold is written somewhere else.
 PASSED_ON = {HOLE, f"{HOLE} (rank {HOLE}, {HOLE})", f"{HOLE}; {HOLE}", f"step: {HOLE}", "it contradicts itself"}
 
