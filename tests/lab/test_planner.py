@@ -13,9 +13,10 @@ from lab.small_plans import small_gpu
 from zeroshard.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.advice import reason, recommended
+from zeroshard.lab.planner.plan_rows import Offloaded
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.request import Given, Request
-from zeroshard.lab.planner.show import lines, seconds, text
+from zeroshard.lab.planner.show import cells, lines, notes, seconds, text
 from zeroshard.lab.predict.outer_steps import OuterStepCost
 from zeroshard.lab.predict.process_memory import NCCL_BYTES, NCCL_PAIR_BYTES
 from zeroshard.models import build_model
@@ -104,6 +105,18 @@ def test_rows_that_show_the_same_are_one_line():
     assert [cells for cells, is_best in shown if is_best] == [
         next(cells for cells, _ in shown if str(found.best.stage) in cells[0].split(", "))
     ]
+
+
+def test_a_row_says_what_it_waits_for_and_why_more_rows_need_less_memory():
+    found = _plan(micro_batch=8)
+    row = found.rows[0]
+    waits = replace(row, timing=replace(row.timing, exposed_s=row.timing.step_s / 4, host_s=row.timing.step_s / 4))
+    assert "50%" in cells(waits, 4)  # for the host as for other ranks
+    one, two = (replace(row, micro_batch=n, offloaded=Offloaded(fraction=n / 4)) for n in (1, 2))
+    assert "needs less" not in " ".join(notes(replace(found, rows=(one, two), best=None)))
+    less = replace(two, needed_bytes=one.needed_bytes - 1)
+    said = "Micro-batch 2 needs less memory than 1: 50% of the state is off the device, and 25% there."
+    assert said in notes(replace(found, rows=(one, less), best=None))
 
 
 def test_a_fixed_global_batch_is_shared_out_and_moves_the_same_tokens():

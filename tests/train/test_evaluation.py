@@ -18,6 +18,7 @@ from zeroshard.inference.evaluation import Scores, in_words, local_score, run_ev
 from zeroshard.inference.generate import load_for_text
 from zeroshard.interop.hf_export import run_export
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
+from zeroshard.train.config.validate import validate
 from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
@@ -87,6 +88,23 @@ def test_a_hugging_face_folder_has_the_score_of_the_run_that_it_came_from(run, t
     assert local_score(theirs).loss == pytest.approx(local_score(EvalConfig(run=str(run))).loss, rel=1e-6)
     with pytest.raises(UserError, match=r"data_dir: a Hugging Face folder says nothing of data"):
         local_score(EvalConfig(run=str(tmp_path / "hf")))
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_text_is_scored_without_a_prepare_before_it(run, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    text, file = "dcba\n" * 500, tmp_path / f"other.{kind}"
+    file.write_text(text if kind == "txt" else json.dumps({"text": text}) + "\n")
+    prepared = prepare(DataSpec("text", (str(file),), val_fraction=0.0), tmp_path / "other")
+    theirs = local_score(EvalConfig(run=str(run), data_dir=str(prepared), split="train"))
+    assert local_score(EvalConfig(run=str(run), data=str(file))) == theirs
+    assert run_export(ExportConfig(source=str(run), out=str(tmp_path / "hf"))) == 0
+    hugging_face = local_score(EvalConfig(run=f"hf:{tmp_path / 'hf'}", data=str(file), seq_len=16))
+    assert (hugging_face.loss, hugging_face.num_tokens) == (pytest.approx(theirs.loss, rel=1e-6), theirs.num_tokens)
+    with pytest.raises(UserError, match=r"^data: is given beside data_dir; give one of the two"):
+        validate(EvalConfig, {"run": str(run), "data": str(file), "data_dir": "data/mine"})
+    with pytest.raises(UserError, match=r"no\.txt"):
+        local_score(EvalConfig(run=str(run), data=str(tmp_path / "no.txt")))
 
 
 def test_a_folder_with_nothing_in_it_is_named(tmp_path):

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import exp, inf, log
 from pathlib import Path
 
@@ -20,27 +21,31 @@ import torch
 
 from zeroshard import checkpoint, rules
 from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.comm.agree import first_rank_does
 from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
 from zeroshard.data.base import EvalBatch
 from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
+from zeroshard.data.sources import has_columns
+from zeroshard.data.tokenizer import TOKENIZER_FILE
 from zeroshard.data.tokens import warn_if_unchecked
 from zeroshard.errors import ExitStatus, UserError, warn
 from zeroshard.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel, SequenceParallel
-from zeroshard.models.hugging_face.folder import is_hugging_face
+from zeroshard.models.hugging_face.folder import is_hugging_face, source_of, tokenizer_file
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.data_section import UNNAMED
+from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
+from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
 from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
-from zeroshard.train.setup.prepare_data import data_folder
+from zeroshard.train.setup.prepare_data import data_folder, prepare_data
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
 from zeroshard.train.state.read_as import WeightsAlone
@@ -86,14 +91,16 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     if trained is not None:
         require_trust(trained.model, folder / "config.toml", trusted=config.model.trust_remote_code)
         trained = with_kept_tokenizer(trained, folder)
-    tokens_folder = _tokens_folder(config, trained)
+    tokens_folder, split = _tokens_folder(config, trained), config.split
+    if config.data:
+        tokens_folder, split = _prepared(config, trained, comm), "train"
     meta = read_meta(tokens_folder)
     if comm.rank == 0:
         warn_if_unchecked(tokens_folder, meta)
     model, step, seq_len = _model(config, trained, comm, device)
     tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
     _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)
-    if config.split == "val" and comm.rank == 0:
+    if split == "val" and comm.rank == 0:
         _warn_of_overlap(folder, tokens_folder)
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
@@ -101,7 +108,7 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
         _share_sequences(model, config, comm, seq_len, device)
     most_rows = config.rows or config.batches * config.micro_batch_size
     packed = trained is not None and trained.data.packing
-    rows = rows_of_folder(tokens_folder, config.split, seq_len, packed=packed)
+    rows = rows_of_folder(tokens_folder, split, seq_len, packed=packed)
     sizes = config.micro_batch_size, most_rows or rows.num_rows
     share = config.sequence_parallel
     batches = EvalBatches(rows, *sizes, comm.rank, comm.world_size, sequence_parallel=share)
@@ -178,15 +185,38 @@ def _last_weights_alone(config: EvalConfig) -> None:
 
 
 def _tokens_folder(config: EvalConfig, trained: TrainConfig | None) -> Path:
-    if config.data_dir:
+    if config.data_dir or config.data:
         return Path(config.data_dir)
     if trained is None:
-        raise UserError("data_dir", "a Hugging Face folder says nothing of data", "name a prepared folder")
+        raise UserError(
+            "data_dir", "a Hugging Face folder says nothing of data", "name a text by --data, or a prepared folder"
+        )
     if trained.data.streaming:
         raise UserError("data_dir", "the run was streamed, and has no prepared folder", "name one")
     if trained.data.source == UNNAMED:
         raise UserError("data_dir", "the run was imported, and its data were not named yet", "name a prepared folder")
     return data_folder(trained.data)
+
+
+def _prepared(config: EvalConfig, trained: TrainConfig | None, comm: Communicator) -> Path:
+    """Prepare all of the text ``config.data`` with the model's tokenizer, and return the folder. Collective."""
+    if trained is None:
+        file, tokenizer = tokenizer_file(source_of(name_of(config.run))), ""
+    else:
+        kept = kept_meta(Path(config.run), trained.data)
+        file = tokenizer_folder(Path(config.run)) / TOKENIZER_FILE if kept and kept.tokenizer_sha256 else None
+        tokenizer = "none" if kept is None else kept.tokenizer
+    if file is None and tokenizer in ("", "none"):
+        todo = "prepare the text, and name its folder by --data-dir"
+        raise UserError("data", f"{config.run} has no tokenizer for it", todo)
+    named = validate(DataConfig, {"source": config.data})
+    how = named if trained is None else trained.data
+    column = how.column if has_columns(named.source, named.path) else "text"
+    changes = {"source": named.source, "path": named.path, "column": column, "val_fraction": 0.0, "max_tokens": 0}
+    changes |= {"tokenizer": f"json:{file}" if file else tokenizer, "val_path": (), "dir": "", "streaming": False}
+    data = how.model_copy(update=changes)
+    first_rank_does(comm, partial(prepare_data, data))
+    return data_folder(data)
 
 
 def _tokenizer(folder: Path, comm: Communicator) -> Tokenizer | None:

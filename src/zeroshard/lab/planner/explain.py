@@ -31,7 +31,7 @@ def explain(planner: Planner, row: Row) -> str:
     took = row.timing
     lines = [
         f"One step of {describe(row, planner.cluster.world_size)}: {seconds(took.step_s)}, of it "
-        f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s)} waiting; collectives run for "
+        f"{seconds(took.compute_s)} computing and {seconds(took.exposed_s + took.host_s)} waiting; collectives run for "
         f"{seconds(took.comm_s)}.",
         "",
         *_traffic(row),

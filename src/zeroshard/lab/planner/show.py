@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from operator import add
 
 from zeroshard.columns import columns, fitted
@@ -47,6 +48,7 @@ def notes(plan: Plan) -> list[str]:
     found += stage_zero_note(plan.workload.precision, plan.rows)
     shown = plan.best or min(plan.rows, key=lambda row: row.needed_bytes, default=None)
     found += [] if shown is None else _off_the_device(shown, plan.host_memory_bytes)
+    found += _falling_memory(plan.rows)
     worst = max((row.padding for row in plan.rows), default=1.0)
     if worst > MOSTLY_PADDING:
         what = f"buffers are up to {worst:,.0f} times as large as the parameters in them"
@@ -60,6 +62,20 @@ def notes(plan: Plan) -> list[str]:
         what = f"The last node has {rest} of {per_node} GPUs, and so {links} to the others"
         found.append(f"{what}, for which all wait: fewer GPUs, in full nodes, may be as fast.")
     return found
+
+
+def _falling_memory(rows: Sequence[Row]) -> list[str]:
+    """A sentence on the first larger micro-batch that needs less memory than a smaller one: why it does."""
+    for small, large in pairwise(rows):
+        alike = (small.stage, small.shard_size) == (large.stage, large.shard_size)
+        if not alike or large.micro_batch < small.micro_batch or large.needed_bytes >= small.needed_bytes:
+            continue
+        why = "the loss and the layers by tiles are cut into other parts"
+        shares = small.offloaded.fraction, large.offloaded.fraction
+        if shares[1] > shares[0]:
+            why = f"{shares[1]:.0%} of the state is off the device, and {shares[0]:.0%} there"
+        return [f"Micro-batch {large.micro_batch} needs less memory than {small.micro_batch}: {why}."]
+    return []
 
 
 def _off_the_device(row: Row, host_memory_bytes: int | None) -> list[str]:
@@ -183,7 +199,7 @@ def cells(row: Row, world_size: int) -> tuple[str, ...]:
         f"{seconds(timing.step_s)}",
         f"{row.tokens_per_s:,.0f}",
         "" if row.mfu is None else f"{row.mfu:.0%}",
-        f"{timing.exposed_s / timing.step_s:.0%}" if timing.step_s else "",
+        f"{(timing.exposed_s + timing.host_s) / timing.step_s:.0%}" if timing.step_s else "",  # all that it waits for
     )
     stage = "own" if row.stage is None else "any" if row.any_stage else str(row.stage)
     return (

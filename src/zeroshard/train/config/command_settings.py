@@ -71,6 +71,9 @@ class EvalConfig(Config):
         min_length=1,
         description="Run folder (its newest checkpoint), a Hugging Face GPT-2 or LLaMA's, or hf:FOLDER, hf:OWNER/NAME.",
     )
+    data: str = Field(
+        "", description="Text to evaluate on, all of it, as mine.txt or a .jsonl: it is prepared here; empty: data_dir."
+    )
     data_dir: str = Field("", description="Prepared folder; empty: the run's own.")
     split: Literal["val", "train"] = Field("val", description="Split of the prepared folder.")
     weights: Literal["last", "ema", "best"] = Field(
@@ -92,7 +95,9 @@ class EvalConfig(Config):
     json_line: bool = Field(False, description="Print one JSON object in place of words.")
 
     @model_validator(mode="after")
-    def _rows_or_batches(self) -> Self:
+    def _one_of_two(self) -> Self:
+        if self.data and self.data_dir:
+            raise UserError("data", "is given beside data_dir", "give one of the two")
         if self.rows and self.batches:
             raise UserError("batches", "is given beside rows", "give rows alone")
         return self
