@@ -126,6 +126,7 @@ def planned(tokens: int, gpu: str = "h100-80gb") -> Row:
             gpu=TOY_DEVICE if rows.TOY else gpu,
             seq_len=tokens,
             dtype="bfloat16",
+            impl="kernels",  # the run calls the model, which it does not compile
             lora=LORA,
             overrides=OVERRIDES,
         ).row(1, 1)

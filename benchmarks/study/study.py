@@ -55,7 +55,8 @@ class Simulated:
     """Steps of one model in one world, each laid out for as many networks as are asked for."""
 
     def __init__(self, model: str, gpus: int, seq_len: int, **kwargs: Any) -> None:
-        self.planner: Planner = planner_for(model, world_size=gpus, seq_len=seq_len, **kwargs)
+        how: dict[str, Any] = {"impl": "kernels", "attention": "flash-2", **kwargs}
+        self.planner: Planner = planner_for(model, world_size=gpus, seq_len=seq_len, **how)
         self._rows: dict[tuple[int, int], Row] = {}
 
     def row(self, stage: int, micro_batch: int) -> Row:

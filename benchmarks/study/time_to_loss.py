@@ -221,7 +221,7 @@ PLANNED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, pre
 
 def plan() -> dict[str, Any]:
     """Tokens a second of a GPU by remedy and bandwidth: llama-7b on 8 x 8 H100s, two sequences a micro-batch."""
-    whole = planner_for("llama-7b", world_size=64, seq_len=2048)
+    whole = planner_for("llama-7b", world_size=64, seq_len=2048, impl="kernels", attention="flash-2")
     rows = {}
     for name, (stage, precision, spread) in PLANNED.items():
         workload = replace(whole.workload, precision=replace(whole.workload.precision, **precision))

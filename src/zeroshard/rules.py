@@ -144,6 +144,19 @@ def check_same_bits(
             raise UserError(field, f"{number} is given, and {name} {why}", _EITHER)
 
 
+def left_uncompiled_with(reproducible: int | None, tiles: str, sequence_parallel: int, recomputation: str) -> str:
+    """The setting with which a run on a GPU is not compiled unless it says so; empty: it is compiled.
+
+    Parts of blocks around the attention of shared sequences would keep what ``selective`` recomputation is to drop.
+    """
+    named = {
+        "reproducible": bool(reproducible),
+        "tiles": tiles != "none",
+        "sequence_parallel": sequence_parallel > 1 and recomputation.startswith("selective"),
+    }
+    return next((name for name, given in named.items() if given), "")
+
+
 def check_local_steps(field: str, every: object, shard_size: int | None, num_ranks: int | None = None) -> None:
     """Check that ranks form several replicas, groups of ``shard_size``, which take ``every`` steps of their own."""
     if not shard_size:

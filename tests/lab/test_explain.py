@@ -16,7 +16,7 @@ def test_what_a_step_sends_is_told_by_link():
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [
-        ("h100-80gb", ("fitted to published runs", "flash-2", "H100 data sheet", "9.6 us a step", "four of five lay")),
+        ("h100-80gb", ("fitted to published runs", "cudnn", "H100 data sheet", "9.6 us a step", "four of five lay")),
         ("mi300x-192gb", ("one published run", "an H100's FLOP/s", "xgmi3", "to which nothing was fitted")),
         ("l40s-48gb", ("no published run on such a device", "pcie4", "to which nothing was fitted")),
     ],

@@ -1,6 +1,7 @@
 """Plans of ways in which blocks compute and weights are kept: autocast, 16-bit weights, compiled."""
 
 import json
+import shlex
 import statistics
 from pathlib import Path
 
@@ -8,11 +9,19 @@ import pytest
 import torch
 
 from zeroshard import Zero
+from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.comm import NullCommunicator
 from zeroshard.lab import plan
+from zeroshard.lab.planner.command import answer_plan
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.show import notes
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.models import build_model
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.train.config.validate import validate
+from zeroshard.train.setup import compiled
+from zeroshard.train.setup.compiled import why_off
 
 SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
 
@@ -71,7 +80,58 @@ def test_a_module_of_others_is_issued_operation_by_operation():
     given = {"world_size": 2, "inputs": lambda rows: (torch.zeros(rows, 8),), "stage": 1, "micro_batch": 1}
     assert plan(model, **given).software.impl == "eager"
     assert plan(model, impl="compile", **given).software.impl == "compile"
-    assert _plan().software.impl == "kernels"
+    with torch.device("meta"):
+        assert plan(build_model("llama-tiny", overrides=SMALL), gpu="h100-80gb").software.impl == "kernels"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("", "compiled in one graph, as a run is by default; attention by cudnn"),
+        ("--gpus 2", "compiled in pieces, as a run is by default; attention by cudnn"),
+        ("--gpus 2 --reproducible 2",
+         "not compiled, with fused kernels, as a run with reproducible is by default; attention by flash-2"),
+        ("--tiles auto --model.activation-checkpointing full",
+         "not compiled, with fused kernels, as a run with tiles is by default; attention by cudnn"),
+        ("--gpus 2 --sequence-parallel 2 --model.activation-checkpointing selective",
+         "not compiled, with fused kernels, as a run with sequence_parallel is by default; attention by cudnn"),
+        ("--impl kernels", "not compiled, with fused kernels; attention by cudnn"),
+        ("--impl eager --attention flash-2", "not compiled, by torch's operations; attention by flash-2"),
+        ("--impl compile --reproducible 2", "compiled in pieces; attention by flash-2"),
+        ("--autocast --gpu a100-80gb", "not compiled, by torch's operations; attention by flash-2"),
+        ("--gpu b200-180gb", "compiled in one graph, as a run is by default; attention by cudnn"),
+        ("--dtype float32 --gpu rtx-4090", "compiled in one graph, as a run is by default"),
+        ("--document-mask", "compiled in one graph, as a run is by default; attention by flash-2"),
+    ],
+)  # fmt: skip
+def test_a_plan_computes_as_its_run_does_by_default_and_says_so(flags, line, monkeypatch):
+    """The command that it prints, on a GPU with a compiler, compiles what was planned as compiled, and nothing else."""
+    monkeypatch.setattr(compiled, "missing_compiler", lambda device: None)
+    words = f"--model gpt2-demo --model.n-layer 2 --seq-len 128 --micro-batch 2 --stage 1 {flags}"
+    given = read_flags(shlex.split(words), flags_of(PlanConfig, SHORTHANDS))
+    assert answer_plan(validate(PlanConfig, given)).text.splitlines()[2] == f"the model {line}"
+    content = json.loads(answer_plan(validate(PlanConfig, {**given, "json": True})).text)
+    assert (content["impl"] == "compile") == line.startswith("compiled")
+    if content["command"] is None:
+        assert "--autocast" in flags
+        return
+    run = validate(TrainConfig, read_flags(shlex.split(content["command"])[2:], flags_of(TrainConfig, SHORTHANDS)))
+    compiles = run.compile == "on" or (run.compile == "auto" and not why_off(run, torch.device("cuda")))
+    assert compiles == (content["impl"] == "compile")
+    assert (run.kernels == "reference") == (content["impl"] == "eager")
+
+
+def test_reproducible_rows_of_documents_have_the_mask_that_their_run_has():
+    """Flex attention, by blocks, is not deterministic: the run of such a plan gives every pair of tokens its bit."""
+    sizes = {**SMALL, "seq_len": 512, "n_layer": 2}
+
+    def kept(**changes):
+        found = _row(overrides=sizes, dtype="bfloat16", **changes).step.at_loss
+        return found.by_category["activations"]
+
+    plain, by_blocks = (kept(impl="kernels", document_mask=mask) for mask in (False, True))
+    assert by_blocks - plain < 2 * 512 * 512 / 4
+    assert kept(reproducible=1, document_mask=True) - kept(reproducible=1) >= 2 * 512 * 512 * 2  # in 16 bits
 
 
 def test_whole_tensors_on_many_gpus_are_said_to_be_padding():

@@ -117,6 +117,7 @@ def rewritten(model, name, tensor):
         ("hf:{model}", ("--model.n-embd", "32"), "takes its own from config.json"),
         ("hf:{model}", ("--model.n-layer", "1"), "add --model.from-config"),
         ("hf:{model}", ("--model.attention", "flash_attention_2"), "cannot"),
+        ("hf:{model}", ("--model.attention", "flex_attention"), "no backward of flex_attention on a CPU; use sdpa"),
         ("hf:{model}", ("--seq-len", "1000"), "is above the 64"),
         ("hf:{model}", ("--data", "python-stdlib", "--data.tokenizer", "bytes"), "gives other ids"),
         ("hf:{bare}", ("--data", "python-stdlib"), "has no tokenizer.json"),

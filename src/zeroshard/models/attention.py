@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,16 @@ from zeroshard.models.sequence_parallel import SequenceParallel
 _FIRST_WITH_FLASH = (8, 0)  # compute capability: Ampere
 _WIDEST_FLASH = 192  # for wider heads, flash attention has a backward pass on some devices only
 _NARROWEST_FLEX = 16
-_planned: ContextVar[bool] = ContextVar("planned", default=False)
+_planned: ContextVar[Literal["", "fast", "deterministic"]] = ContextVar("planned", default="")
 
 
 @contextmanager
-def as_on_gpu() -> Generator[None]:
-    """In this block, on this thread, tensors without values are attended to as on a GPU."""
-    token = _planned.set(True)
+def as_on_gpu(*, deterministic: bool = False) -> Generator[None]:
+    """In this block, on this thread, tensors without values are attended to as on a GPU.
+
+    ``deterministic``: as with `torch.use_deterministic_algorithms`, which is not set for it.
+    """
+    token = _planned.set("deterministic" if deterministic else "fast")
     try:
         yield
     finally:
@@ -41,7 +45,7 @@ def as_on_gpu() -> Generator[None]:
 
 
 def _is_planned() -> bool:
-    return not torch.compiler.is_compiling() and _planned.get()  # the compiler cannot read a ContextVar
+    return not torch.compiler.is_compiling() and _planned.get() != ""  # the compiler cannot read a ContextVar
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, *, dropout: float = 0.0) -> Tensor:
@@ -94,7 +98,9 @@ def takes_blocks(x: Tensor, num_tokens: int, head_width: int, dropout: float) ->
         return False
     if torch.are_deterministic_algorithms_enabled():
         return False
-    return _is_planned() or (x.is_cuda and _has_flex(x.device))
+    if _is_planned():
+        return _planned.get() == "fast"
+    return x.is_cuda and _has_flex(x.device)
 
 
 def _in_documents(q: Tensor, k: Tensor, v: Tensor, blocks: DocumentBlocks) -> Tensor:

@@ -159,7 +159,6 @@ _ALIKE = (
         "prefetch",
         "reshard_after_forward",
         "kernels",
-        "attention",
     ),
     *("document_mask", "headroom", "autocast"),
 )
@@ -186,6 +185,7 @@ def arguments(config: PlanConfig) -> dict[str, Any]:
         "reduce_dtype": None if config.reduce_dtype == "master" else config.reduce_dtype,
         "accumulate": None if config.accumulate == "auto" else config.accumulate,
         "impl": None if config.impl == "auto" else config.impl,
+        "attention": None if config.attention == "auto" else config.attention,
         "lora": lora_of(config.lora),
         "offload": offload_of(config.offload, Path("OUT"), shards_weights=True, exact_sums=config.reproducible > 0),
     }

@@ -100,11 +100,11 @@ class PlanConfig(Config):
     kernels: Literal["auto", "reference", "triton"] = Field("auto", description="Kernels of norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
         "auto",
-        description="How a GPU computes: eager, torch.compile of the model, or fused kernels; auto: kernels for our "
-        "models, eager for others.",
+        description="How a GPU computes: eager, torch.compile of the model, or fused kernels; auto: as a run there "
+        "does by default, compiled but with reproducible or tiles.",
     )
-    attention: Literal["flash-1", "flash-2", "flash-3", "cudnn"] = Field(
-        "flash-2", description="Fused attention that a GPU runs."
+    attention: Literal["auto", "flash-1", "flash-2", "flash-3", "cudnn"] = Field(
+        "auto", description="Fused attention that a GPU runs; auto: as torch chooses there."
     )
     document_mask: bool = Field(False, description="Attention stays inside a document, which costs a mask.")
     autocast: bool = Field(False, description="Weights and gradients in fp32, cast to --dtype around forward.")

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroshard.lab.planner.planner import Planner
+from zeroshard.lab.planner.request import uncompiled
 from zeroshard.models import LanguageModel
+from zeroshard.rules import left_uncompiled_with
 from zeroshard.zero import Offload
 
 
@@ -54,7 +56,8 @@ def levers(planner: Planner) -> Iterator[Lever]:
     if recomputed != "offload":
         what, pull = "inputs of blocks on the host", partial(_with, activation_checkpointing="offload")
         yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", pull)
-    if tiles == "none" and planner.software.impl != "compile" and model.matmul != "fp8" and not planner.reproducible:
+    uncompiled_too = planner.software.impl != "compile" or planner.software.by_default
+    if tiles == "none" and uncompiled_too and model.matmul != "fp8" and not planner.reproducible:
         what, pull = "feed-forward layers by tiles", partial(_with, tiles="auto")
         yield Lever(what, "--tiles auto", "the feed-forward layer's middle", pull)
     size = gcd(planner.cluster.world_size, model.config.n_head)
@@ -72,16 +75,28 @@ def off_the_device(planner: Planner) -> Iterator[Lever]:
 
 def _by_kernels(planner: Planner) -> Planner:
     chunked = replace(planner.workload, kernels="auto").changed()
-    assert isinstance(chunked.model, LanguageModel)
-    kernels = "kernels" if chunked.model.has_fused_blocks else planner.software.impl
-    return replace(planner, workload=chunked, software=replace(planner.software, impl=kernels))
+    compiled = planner.software.impl == "compile"
+    impl = "compile" if compiled else uncompiled(chunked.model, chunked.kernels)
+    return replace(planner, workload=chunked, software=replace(planner.software, impl=impl))
 
 
 def _with(planner: Planner, **overrides: str) -> Planner:
-    return planner.on(workload=planner.workload.changed(overrides))
+    return _as_its_run(planner.on(workload=planner.workload.changed(overrides)))
+
+
+def _as_its_run(planner: Planner) -> Planner:
+    """The job, compiled if its run is by default, where that is planned."""
+    if not planner.software.by_default:
+        return planner
+    workload = planner.workload
+    config: Any = workload.model.config
+    parts = config.tiles, workload.sequence_parallel, config.activation_checkpointing
+    why = left_uncompiled_with(planner.reproducible, *parts)
+    impl = uncompiled(workload.model, workload.kernels) if why else "compile"
+    return replace(planner, software=replace(planner.software, impl=impl, left_uncompiled_with=why))
 
 
 def shared_by(planner: Planner, size: int) -> Planner:
     """The job with each sequence shared by ``size`` GPUs; a sequence that they cannot share evenly is cut."""
     workload = replace(planner.workload, sequence_parallel=size)
-    return planner.on(workload=workload.changed(seq_len=max(workload.seq_len // size, 1) * size))
+    return _as_its_run(planner.on(workload=workload.changed(seq_len=max(workload.seq_len // size, 1) * size)))

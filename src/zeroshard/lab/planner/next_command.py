@@ -103,8 +103,12 @@ def _settings(config: PlanConfig, plan: Plan, row: Row) -> Settings:
     if optimizer != "AdamW":
         yield "optimizer", {"FlashAdamW": "flash-adamw"}.get(optimizer, optimizer.lower())
     yield from _given(config, "", only=SETTINGS if row.stage == 3 else SETTINGS[:-1])
-    if plan.software.impl == "compile":
+    if plan.software.impl == "compile" and not plan.software.by_default:
         yield "compile", True
+    elif plan.software.impl != "compile" and not plan.software.left_uncompiled_with:
+        yield "compile", "off"
+    if config.impl == "eager" and config.kernels == "auto":
+        yield "kernels", "reference"
     if config.document_mask:
         yield "data.document_mask", True
     if config.tokens:

@@ -62,6 +62,7 @@ def plan(
         best=best,
         advise=partial(reason, planner, rows, best) if best else partial(changes_that_fit, planner, ways, rows),
         software=planner.software,
+        compiled=planner.compiled,
         host_memory_bytes=planner.host_memory_bytes,
     )
 

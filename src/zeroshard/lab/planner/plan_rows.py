@@ -13,7 +13,7 @@ from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device, Link
 from zeroshard.lab.predict.outer_steps import OuterStepCost
 from zeroshard.lab.predict.process_memory import ProcessMemory
-from zeroshard.lab.predict.rates import Software
+from zeroshard.lab.predict.rates import Impl, Software
 from zeroshard.lab.predict.timeline import Timing
 from zeroshard.lab.predict.traffic import OnLink, bytes_by_op
 from zeroshard.lab.predict.workload import Workload
@@ -205,6 +205,7 @@ class Plan:
             row fits.
         advise: makes `advice`.
         software: the kernels that compute.
+        compiled: what of the model is compiled: in one graph, in pieces, or nothing.
         host_memory_bytes: of a node's host; None: not known.
     """
 
@@ -215,6 +216,7 @@ class Plan:
     best: Row | None
     advise: Callable[[], str] = field(repr=False, compare=False)
     software: Software = field(default_factory=Software)
+    compiled: Literal["", "compiled", "in pieces"] = ""
     host_memory_bytes: int | None = None
 
     @cached_property
@@ -231,6 +233,11 @@ class Plan:
     def dtype(self) -> str:
         """Name of the requested dtype."""
         return self.workload.dtype
+
+    @property
+    def impl(self) -> Impl:
+        """How the device computes; what is known of fused and of compiled code is of GPUs."""
+        return self.software.impl if self.device.device_type == "cuda" else "eager"
 
     def cost(self, num_tokens: int = 0, dollars_per_h: float = 0.0) -> Cost | None:
         """Cost of training on ``num_tokens`` with the recommended row, at a price per GPU; None if no row fits."""
@@ -251,6 +258,8 @@ class Plan:
             "num_trained_params": self.workload.num_trained_params,
             "dtype": self.dtype,
             "optimizer": self.workload.optimizer,
+            "impl": self.impl,
+            "attention": self.software.attention,
             "seq_len": self.workload.seq_len,
             "sequence_parallel": self.workload.sequence_parallel,
             "gpus": self.num_gpus,

@@ -251,9 +251,6 @@ class Planner:
         replicated = num_shards < self.cluster.world_size
         return self.workload.buffers(num_shards, replicated=replicated, reproducible=self.reproducible)
 
-    def _trace(self, micro_batch: int) -> Trace:
-        return self.workload.trace(micro_batch, self.device.device_type, compiled=self._compiled)
-
     def _with_all_away(self) -> Planner:
         """With all of the state off the device where the fraction was ``auto``."""
         if self.offload is None or self.offload.fraction != "auto":
@@ -266,7 +263,7 @@ class Planner:
     def _unit_times(self, settings: Settings, buffers: Sequence[Buffer], micro_batch: int) -> dict[str, UnitTimes]:
         ranks_per_node = min(self.cluster.ranks_per_node, self.cluster.world_size)
         rates = host_rates(self.device, ranks_per_node)
-        trace = self.workload.trace(micro_batch, self.device.device_type)
+        trace = self._trace(micro_batch)
         state, _ = self.workload.states
         return unit_times(trace, buffers, state, settings, self.device, rates, self.software.attention)
 
@@ -275,7 +272,7 @@ class Planner:
         if offload is None:
             return Offloaded()
         times = self._unit_times(settings, buffers, micro_batch)
-        trace = self.workload.trace(micro_batch, self.device.device_type)
+        trace = self._trace(micro_batch)
         state, whole_state = self.workload.states
         how = {"whole_optimizer": whole_state, "precision": settings.precision}
         rates = host_rates(self.device, 1)
@@ -330,7 +327,7 @@ class Planner:
         workload = self.workload
         state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
-        key = settings, micro_batch, num_shards, self._compiled, num_shards < self.cluster.world_size
+        key = settings, micro_batch, num_shards, self.compiled, num_shards < self.cluster.world_size
         if key not in workload.steps:
             buffers = self._buffers(num_shards)
             workload.steps[key] = step_of(self._trace(micro_batch), buffers, state, settings, whole_state)
@@ -339,10 +336,14 @@ class Planner:
             step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
         return step
 
+    def _trace(self, micro_batch: int) -> Trace:
+        how: dict[str, Any] = {"compiled": self.compiled, "deterministic": bool(self.reproducible)}
+        return self.workload.trace(micro_batch, self.device.device_type, **how)
+
     @property
-    def _compiled(self) -> Literal["", "compiled", "in pieces"]:
+    def compiled(self) -> Literal["", "compiled", "in pieces"]:
         """What torch.compile makes of the model: one graph, on one rank whose state and inputs stay on the device."""
-        if self.software.impl != "compile":
+        if self.software.impl != "compile" or self.device.device_type != "cuda":
             return ""
         config: Any = getattr(self.workload.model, "config", None)
         leaves = self.offload is not None or getattr(config, "activation_checkpointing", "none") == "offload"
@@ -413,6 +414,10 @@ def padding_of(buffers: Sequence[Buffer]) -> float:
 def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
     """Make a `Planner` for ``model`` and the arguments in `Given`; errors are those of `plan`."""
     asked = Request(**given)
+    by_default: dict[str, Any] = {}
+    if isinstance(model, str) and asked.as_a_run:
+        by_default = {"by_default": True, "left_uncompiled_with": asked.left_uncompiled_with}
+        asked = replace(asked, impl=None if asked.left_uncompiled_with else "compile")
     found, workload = asked.calibration, asked.workload(model)
     asked.check(workload, found.device)
     return Planner(
@@ -424,7 +429,7 @@ def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
         asked.prefetch,
         asked.reshard_after_forward,
         asked.headroom,
-        asked.software_of(workload.model),
+        replace(asked.software_of(workload.model), **by_default),
         asked.node_copy or 0,
         asked.reproducible or 0,
         asked.offload,

@@ -18,7 +18,7 @@ from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets
-from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software
+from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software, attention_of_torch
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
@@ -57,8 +57,9 @@ class Given(TypedDict, total=False):
         accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
         kernels: the choice of kernels, as our models take it.
         impl: how a GPU computes: ``eager`` (operation by operation), ``compile`` or ``kernels`` (fused by hand); None:
-            as ``kernels`` implies.
-        attention: the fused attention kernel of a GPU: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``.
+            a preset as `zeroshard train` computes it by default, a module as ``kernels`` implies.
+        attention: the fused attention kernel of a GPU: ``flash-1``, ``flash-2``, ``flash-3`` or ``cudnn``; None: the
+            one that torch chooses there.
         loss: how a GPU computes the loss, as in `zeroshard.lab.predict.rates.Software`; None: as ``impl`` implies.
         document_mask: whether attention stays inside a document, in our models; this needs memory for a mask.
         lora: adapters to train instead of the weights, for a preset or a Hugging Face model by name.
@@ -94,7 +95,7 @@ class Given(TypedDict, total=False):
     reshard_after_forward: bool
     kernels: Choice
     impl: Impl | None
-    attention: Attention
+    attention: Attention | None
     loss: Loss | None
     document_mask: bool
     lora: Lora | None
@@ -137,7 +138,7 @@ class Request:
     reshard_after_forward: bool = True
     kernels: Choice = "auto"
     impl: Impl | None = None
-    attention: Attention = "flash-2"
+    attention: Attention | None = None
     loss: Loss | None = None
     document_mask: bool = False
     lora: Lora | None = None
@@ -174,6 +175,18 @@ class Request:
         return self.calibration.device.host_memory_bytes or None
 
     @property
+    def as_a_run(self) -> bool:
+        """Whether ``impl`` of a preset is what `zeroshard train` does by default on a GPU."""
+        return self.impl is None and self.calibration.device.device_type == "cuda" and not self.autocast
+
+    @property
+    def left_uncompiled_with(self) -> str:
+        """The setting for which a run does not compile by default; empty: it does."""
+        recomputation = str(self.overrides.get("activation_checkpointing", "none"))
+        tiles = str(self.overrides.get("tiles", "none"))
+        return rules.left_uncompiled_with(self.reproducible, tiles, self.sequence_parallel, recomputation)
+
+    @property
     def who_computes(self) -> Choice:
         """The choice of kernels: ``kernels``, or the reference if the model is computed operation by operation.
 
@@ -187,8 +200,12 @@ class Request:
 
     def software_of(self, model: nn.Module) -> Software:
         """The kernels that compute ``model`` on a GPU; fused ones are those of its blocks, if they use any."""
-        has_kernels = isinstance(model, LanguageModel) and model.has_fused_blocks and self.who_computes != "reference"
-        return Software(self.impl or ("kernels" if has_kernels else "eager"), self.attention, self.loss)
+        impl = self.impl or uncompiled(model, self.who_computes)
+        documents = self.document_mask or getattr(model, "eos_id", None) is not None
+        in_documents = documents or self.overrides.get("attention") in _AS_FLASH_2
+        how = {"deterministic": self.reproducible is not None, "in_documents": in_documents}
+        chosen = attention_of_torch(self.calibration.device, self.dtype, **how)
+        return Software(impl, self.attention or chosen, self.loss)
 
     def precision(self) -> tuple[MixedPrecision, torch.dtype | None]:
         """The engine's policy, and autocast's dtype (or None)."""
@@ -299,9 +316,15 @@ class Request:
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""
         known = SUSTAINED[device.sustained].attention if device.sustained else ("flash-2",)
-        if self.attention not in known:
+        if self.attention and self.attention not in known:
             what = f"no rate of {self.attention} on {device.name} is known"
             raise UserError("attention", what, f"choose {' or '.join(known)}")
+
+
+def uncompiled(model: nn.Module, kernels: Choice) -> Impl:
+    """How a GPU computes ``model`` where nothing is compiled."""
+    fused = isinstance(model, LanguageModel) and model.has_fused_blocks and kernels != "reference"
+    return "kernels" if fused else "eager"
 
 
 def _require_count(name: str, value: int, least: int) -> None:
@@ -318,6 +341,7 @@ def _require_shared(model: nn.Module, sequence_parallel: int, seq_len: int) -> N
     rules.check_cut("seq_len", seq_len, sequence_parallel)
 
 
+_AS_FLASH_2 = "flash_attention_2", "flex_attention"  # of models of transformers, that are planned at its rate
 _INSTEAD = {  # settings that change presets only: what to do instead if the user gives a module
     "document_mask": "set its eos_id, or give a preset's name",
     "lora": "give it adapters with peft, or give a preset's name",

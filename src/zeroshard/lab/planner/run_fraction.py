@@ -17,8 +17,10 @@ from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import Device
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, on_disk
+from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import hidden_units, host_rates, least_away, share_of, unit_times, why_all
+from zeroshard.lab.predict.rates import attention_of_torch
 from zeroshard.lab.predict.step import step_of
 from zeroshard.train.profiling.devices import device_by_driver_name
 from zeroshard.train.records.plan_contract import Job
@@ -29,6 +31,18 @@ class Chosen(NamedTuple):
 
     fraction: float
     why: str
+
+
+def trace_of(job: Job, settings: Settings) -> Trace:
+    """The trace of one of the job's micro-batches.
+
+    Raises:
+        UserError: the model is not ours and cannot be traced.
+    """
+    device_type = job.compiled if job.compiled and job.device_type == "cuda" else job.device_type
+    how: dict[str, Any] = {"device_type": device_type, "sequence_parallel": job.sequence_parallel}
+    how["deterministic"] = job.reproducible is not None
+    return trace_language_model(job.model, job.micro_batch_size, job.seq_len, settings.precision, **how)
 
 
 def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, device: Device | None) -> Chosen:
@@ -45,14 +59,16 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
         )
     state = OPTIMIZER_STATES["AdamW"]
     try:
-        how: dict[str, Any] = {"device_type": settings.device_type, "sequence_parallel": job.sequence_parallel}
-        trace = trace_language_model(job.model, job.micro_batch_size, job.seq_len, settings.precision, **how)
+        trace = trace_of(job, settings)
     except UserError as error:  # a model that is not ours and cannot be traced
         return Chosen(1.0, f"the step cannot be predicted ({error.what})")
     rates = host_rates(device, job.ranks_per_node)
     if why := why_all(offload, rates, job.device_type):
         return Chosen(1.0, why)
-    times = unit_times(trace, buffers, state, settings, device, rates)
+    dtype = str(job.compute_dtype).removeprefix("torch.")
+    how = {"deterministic": job.reproducible is not None, "in_documents": job.model.eos_id is not None}
+    attention = attention_of_torch(device, dtype, **how)
+    times = unit_times(trace, buffers, state, settings, device, rates, attention)
     beside = ema_bytes(buffers, job.row, settings.rank) if job.keeps_ema else 0
 
     def fits(num_away: int) -> bool:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.errors import UserError
-from zeroshard.lab.planner.run_fraction import chosen_fraction
+from zeroshard.lab.planner.run_fraction import chosen_fraction, trace_of
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, state_bytes
-from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.offload import frozen_s, host_rates, unit_times, waiting_s
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
@@ -66,7 +64,7 @@ def predict(job: Job) -> Planned:
     if not job.estimates:
         return planned
     try:
-        step = step_of(_trace(job, settings), buffers, state, settings)
+        step = step_of(trace_of(job, settings), buffers, state, settings)
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise
@@ -171,7 +169,7 @@ def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibratio
 def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Device) -> float:
     """Seconds for which a step waits for state that is off the device; on a CPU also those of its update."""
     assert job.offload is not None
-    trace = _trace(job, settings)
+    trace = trace_of(job, settings)
     rates = host_rates(device, job.ranks_per_node)
     times = unit_times(trace, buffers, OPTIMIZER_STATES[job.optimizer], settings, device, rates)
     streamed_s = frozen_s(buffers, job.offload, settings, rates)
@@ -244,12 +242,6 @@ def _calibration(job: Job) -> Calibration:
         what = f"{job.calibration} was measured on one rank, and this run has {job.world_size}"
         raise UserError("plan.device", what, f"write one by zeroshard bench device --nproc {job.world_size}")
     return found
-
-
-def _trace(job: Job, settings: Settings) -> Trace:
-    device_type = job.compiled if job.compiled and job.device_type == "cuda" else job.device_type
-    how: dict[str, Any] = {"device_type": device_type, "sequence_parallel": job.sequence_parallel}
-    return trace_language_model(job.model, job.micro_batch_size, job.seq_len, settings.precision, **how)
 
 
 def _timing(step: Step, calibration: Calibration, world_size: int) -> Timing:

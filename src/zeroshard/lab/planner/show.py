@@ -134,6 +134,7 @@ def heading(plan: Plan) -> str:
         f"sequences of {workload.seq_len}{_shared(workload)}",
         f"{plan.num_gpus:,} x {device.name}, {device.memory_bytes / GIB:.1f} GiB each ({device.source})",
     ]
+    lines.append(_computed(plan))
     per_node = min(cluster.ranks_per_node, plan.num_gpus)
     if per_node > 1:
         lines.append(
@@ -143,6 +144,20 @@ def heading(plan: Plan) -> str:
     if plan.num_gpus > per_node:
         lines.append(f"nodes over {cluster.between.bytes_per_s / 1e9:g} GB/s for each GPU ({cluster.between.source})")
     return "\n".join(lines)
+
+
+def _computed(plan: Plan) -> str:
+    """A phrase on how the devices compute, and whether a run does so by default."""
+    software, gpu = plan.software, plan.device.device_type == "cuda"
+    how = {
+        "compile": f"compiled {'in one graph' if plan.compiled == 'compiled' else 'in pieces'}",
+        "kernels": "not compiled, with fused kernels",
+        "eager": "not compiled, by torch's operations",
+    }[plan.impl]
+    beside = f" with {software.left_uncompiled_with}" * bool(software.left_uncompiled_with)
+    default = f", as a run{beside} is by default" * (software.by_default or not gpu)
+    attention = f"; attention by {software.attention}" * bool(gpu and plan.device.sustained)
+    return f"the model {how}{default}{attention}"
 
 
 def _shared(workload: Workload) -> str:

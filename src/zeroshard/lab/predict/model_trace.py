@@ -77,6 +77,7 @@ def trace_language_model(
     autocast: torch.dtype | None = None,
     blocks_alone: bool = False,
     sequence_parallel: int = 1,
+    deterministic: bool = False,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
@@ -91,11 +92,12 @@ def trace_language_model(
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
         sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
+        deterministic: whether algorithms are, as those of reproducible steps.
     """
     units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
         inputs = tokens_and_targets(seq_len // sequence_parallel)
-        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast}
+        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast, "deterministic": deterministic}
         return trace_model(model, micro_batch, units, inputs, precision, sequence_parallel=sequence_parallel, **how)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
@@ -106,7 +108,7 @@ def trace_language_model(
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id, model.matmul)
     batch = micro_batch, seq_len, sequence_parallel
-    of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone)
+    of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone, deterministic)
     num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
     period, edge = _period(recomputed), 1
     if recomputed == "offload":  # an input leaves while the next block runs, on a GPU while the one after it does
@@ -149,6 +151,7 @@ def _traced(
     device_type: str,
     autocast: torch.dtype | None,
     blocks_alone: bool,
+    deterministic: bool,
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
@@ -158,7 +161,7 @@ def _traced(
     inputs = tokens_and_targets(seq_len // sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
     without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
-    how = device_type, autocast, sequence_parallel
+    how = device_type, autocast, sequence_parallel, deterministic
     return _trace(without_values, model, micro_batch, units, inputs, precision, *how)
 
 
@@ -182,6 +185,7 @@ def trace_model(
     device_type: str = "cpu",
     autocast: torch.dtype | None = None,
     sequence_parallel: int = 1,
+    deterministic: bool = False,
 ) -> Trace:
     """Trace any module; its outputs that take gradients are summed to a loss.
 
@@ -191,13 +195,13 @@ def trace_model(
         units: as `zeroshard.Zero` takes them.
         inputs: makes the model's arguments.
         precision: the dtype policy.
-        device_type, autocast: as for `trace_language_model`.
+        device_type, autocast, deterministic: as for `trace_language_model`.
         sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
-    how = device_type, autocast, sequence_parallel
+    how = device_type, autocast, sequence_parallel, deterministic
     return _trace(_fakes(), model, micro_batch, units, inputs, precision, *how)
 
 
@@ -226,6 +230,7 @@ def _trace(
     device_type: str,
     autocast: torch.dtype | None,
     sequence_parallel: int,
+    deterministic: bool,
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
@@ -247,7 +252,8 @@ def _trace(
         log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
-        with _kernels_of(device_type, log, getattr(fake, "kernels", "auto")), alike_tiles(log), recorder:
+        kernels = _kernels_of(device_type, log, getattr(fake, "kernels", "auto"), deterministic=deterministic)
+        with kernels, alike_tiles(log), recorder:
             try:
                 with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():
                     output = fake(*given)
@@ -302,13 +308,13 @@ def _fake(
 
 
 @contextmanager
-def _kernels_of(device_type: str, log: _Log, kernels: Choice) -> Generator[None]:
+def _kernels_of(device_type: str, log: _Log, kernels: Choice, *, deterministic: bool) -> Generator[None]:
     if device_type == "cpu":
         yield
         return
     compiled = device_type in COMPILED
     plain = device_type == "eager" or (compiled and kernels == "reference")
-    with all_logits() if plain else traced(log.launched, compiled=compiled), as_on_gpu():
+    with all_logits() if plain else traced(log.launched, compiled=compiled), as_on_gpu(deterministic=deterministic):
         yield
 
 

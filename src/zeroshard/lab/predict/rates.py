@@ -58,6 +58,8 @@ class Software:
     # how the loss is computed from logits: ``chunked``; ``compiled``, by code that is compiled separately from the
     # model; or ``plain``, by torch's operations. None: as ``impl`` implies.
     loss: Loss | None = None
+    by_default: bool = False  # whether nobody asked for ``impl``: it is what `zeroshard train` does by default
+    left_uncompiled_with: str = ""  # the setting for which that is not to compile, if one is
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,13 @@ _HOPPER: Mapping[Attention, tuple[float, float]] = {
     "cudnn": (0.55, 0.53),
     "flash-3": (0.63, 0.575),
 }
-_BLACKWELL: Mapping[Attention, tuple[float, float]] = {"flash-2": (0.15, 0.14), "flash-3": (0.39, 0.36)}
+# "flash-3" is FlashAttention-4 here, fitted to one run. It is up to 1.3 times as fast as cuDNN 9.13
+# (https://www.together.ai/blog/flashattention-4).
+_BLACKWELL: Mapping[Attention, tuple[float, float]] = {
+    "flash-2": (0.15, 0.14),
+    "cudnn": (0.30, 0.28),
+    "flash-3": (0.39, 0.36),
+}
 SUSTAINED: Mapping[str, Sustained] = {
     "a100": Sustained(108, 0.765, {"flash-1": (0.375, 0.30), "flash-2": (0.65, 0.55)}, 0.75, 0.10),
     "h100": Sustained(132, 0.605, _HOPPER, 0.75, 0.10),
@@ -112,6 +120,18 @@ def spread(device: Device) -> tuple[float, float]:
     if device.sustained and SUSTAINED[device.sustained].fitted:
         return SPREAD
     return SPREAD_UNCALIBRATED if device.device_type != "cpu" and device.matmul_share != 1 else (1.0, 1.0)
+
+
+def attention_of_torch(device: Device, dtype: str, *, deterministic: bool, in_documents: bool) -> Attention:
+    """The kernel by which torch's attention computes, where its rate is known.
+
+    From 2.11 on `scaled_dot_product_attention` takes cuDNN's in 16 bits on Hopper and Blackwell (with cuDNN after 9.15;
+    ``check_prefer_cudnn_attention`` in its ``sdp_utils.cpp``) unless algorithms are to be deterministic, elsewhere
+    FlashAttention-2's. Flex attention, which stays inside documents, is taken to be as fast as the latter.
+    """
+    narrow = dtype in ("bfloat16", "float16") and not in_documents and not deterministic
+    known = SUSTAINED[device.sustained].attention if device.sustained else {}
+    return "cudnn" if narrow and "cudnn" in known else "flash-2"
 
 
 def sustained_s(work: Work, device: Device, attention: Attention = "flash-2") -> tuple[float, str]:

@@ -63,7 +63,7 @@ class Workload:
     sequence_parallel: int = 1
     # steps that were predicted, by what they depend on besides: plans of one question differ in device and links only
     steps: dict[tuple[Any, ...], Step] = field(default_factory=dict)
-    _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    _traces: dict[tuple[int, str, bool], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
     _changed: dict[tuple[Any, ...], Workload] = field(default_factory=dict, repr=False)  # by what was changed
 
@@ -137,17 +137,25 @@ class Workload:
         return input_slot_bytes(model, micro_batch * self.tokens_of_rank, getattr(torch, self.dtype))
 
     def trace(
-        self, micro_batch: int, device_type: str = "cpu", *, compiled: Literal["", "compiled", "in pieces"] = ""
+        self,
+        micro_batch: int,
+        device_type: str = "cpu",
+        *,
+        compiled: Literal["", "compiled", "in pieces"] = "",
+        deterministic: bool = False,
     ) -> Trace:
-        """The trace of one micro-batch; ``compiled``: whether torch.compile compiles the model for a GPU, and how."""
+        """The trace of one micro-batch.
+
+        ``compiled``: whether torch.compile compiles the model for a GPU, and how; ``deterministic``: whether
+        algorithms are, as those of reproducible steps.
+        """
         as_on = "eager" if self.kernels == "reference" and device_type == "cuda" else device_type
-        if compiled and device_type == "cuda":
-            as_on = compiled
-        key = (micro_batch, as_on)
+        as_on = compiled or as_on
+        key = (micro_batch, as_on, deterministic)
         if key not in self._traces:
             model, precision = self.model, self.precision
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
-            how["sequence_parallel"] = self.sequence_parallel
+            how |= {"sequence_parallel": self.sequence_parallel, "deterministic": deterministic}
             if isinstance(model, LanguageModel) and self.ours:
                 how["blocks_alone"] = self.units != model.units
                 self._traces[key] = trace_language_model(model, micro_batch, self.seq_len, precision, **how)

@@ -243,11 +243,6 @@ class TrainConfig(Config):
     )
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
 
-    @property
-    def compiled_parts_keep_all(self) -> bool:
-        """Whether ``compile`` would keep what activation checkpointing is to drop, as attention is not compiled."""
-        return self.sequence_parallel > 1 and self.model.activation_checkpointing.startswith("selective")
-
     @model_validator(mode="after")
     def _machines_know_where(self) -> Self:
         if parse_nnodes(self.nnodes)[1] > 1 and not self.rdzv_endpoint:
@@ -318,8 +313,9 @@ class TrainConfig(Config):
         if self.compile == "on" and self.tiles != "none":
             todo = "leave one out: a compiled block is one graph, whose backward torch writes"
             raise UserError("tiles", f"{self.tiles} with compile", todo)
-        if self.compile == "on" and self.compiled_parts_keep_all:
-            what = f"{self.model.activation_checkpointing} with compile and sequence_parallel: compiled parts keep all"
+        recomputation = self.model.activation_checkpointing
+        if self.compile == "on" and rules.left_uncompiled_with(0, "none", self.sequence_parallel, recomputation):
+            what = f"{recomputation} with compile and sequence_parallel: compiled parts keep all"
             raise UserError("model.activation_checkpointing", what, "leave one out, or recompute blocks by full")
         if self.matmul == "fp8":
             self._multiplies_in_8_bits()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UserError, shortened
+from zeroshard.rules import left_uncompiled_with
 from zeroshard.train.config.config import CompileBackend, TrainConfig
 
 # On the host of an H100 the first step of GPT-2 124M took 22.8 s as one graph of 12 blocks, and 9.0 s with one code for
@@ -76,9 +77,9 @@ def why_off(config: TrainConfig, device: torch.device) -> str:
     """Why ``auto`` does not compile a run on ``device``; "": it does."""
     if device.type != "cuda":
         return "on a GPU alone"
-    if config.reproducible or config.tiles != "none" or config.compiled_parts_keep_all:
-        settings = {"reproducible": config.reproducible, "tiles": config.tiles != "none"}
-        return f"not with {next((name for name, given in settings.items() if given), 'sequence_parallel')}"
+    recomputation = config.model.activation_checkpointing
+    if beside := left_uncompiled_with(config.reproducible, config.tiles, config.sequence_parallel, recomputation):
+        return f"not with {beside}"
     missing = missing_compiler(device) if config.compile_backend == "inductor" else None
     return missing[0] if missing else ""
 

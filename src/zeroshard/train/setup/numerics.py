@@ -18,8 +18,10 @@ def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:
     """Set torch's global switches as ``config`` says (TF32, determinism); return it with dtype and compile resolved.
 
     Raises:
-        UserError: TF32 is asked for, and the device does not support it.
+        UserError: TF32 is asked for, or an attention of `transformers`, and the device does not support it.
     """
+    if config.model.attention == "flex_attention" and device.type == "cpu":
+        raise UserError("model.attention", "torch has no backward of flex_attention on a CPU", "use sdpa")
     if config.tf32 and device.type != "cuda":
         raise UserError("tf32", f"the device is {device}, and GPUs alone have TF32", "leave it out")
     if config.tf32 and torch.cuda.get_device_capability(device) < _WITH_TF32:
