@@ -124,7 +124,9 @@ def test_a_model_is_one_graph_or_one_code_for_all_blocks_and_a_step_adds_none(
     codes = {
         (bool(adapters) and block == 0, recomputed == "every:2" and block % 2) for block in range(len(model().blocks))
     }
-    assert (first[1], evaluated[1]) == (len(codes), len(codes) + 1)
+    # In evaluation blocks of transformers that would be recomputed are still called by a function of their own.
+    evaluations = 2 if recomputed == "every:2" and kind not in OURS else 1
+    assert (first[1], evaluated[1]) == (len(codes), len(codes) + evaluations)
     if kind in OURS:
         around = 2 if kind == "gpt2" or not num_ranks > 1 else 3  # LLaMA's embedding is a unit, at whose end one ends
         assert (first[0], evaluated[0]) == (len(codes) + around, len(codes) + 1 + 2 * around)
