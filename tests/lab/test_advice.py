@@ -86,6 +86,7 @@ def held_against_the_search(planner):
 
 @pytest.mark.parametrize(("num_gpus", "share"), SMALL_ONES)
 def test_what_is_listed_is_what_a_search_over_all_sets_of_levers_finds(num_gpus, share):
+    """`held_against_the_search` asserts it."""
     pytest.importorskip("peft")
     held_against_the_search(small(num_gpus, share))
 
@@ -94,5 +95,6 @@ def test_what_is_listed_is_what_a_search_over_all_sets_of_levers_finds(num_gpus,
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("question", REAL)
 def test_what_is_listed_for_real_models_is_what_the_search_finds(question):
+    """`held_against_the_search` asserts it."""
     pytest.importorskip("peft")
     held_against_the_search(real(question))
