@@ -71,7 +71,18 @@ def test_documents_are_counted_as_far_as_is_asked(tmp_path, small_parts, kind):
 
 def test_what_is_a_table_is_told_by_its_name():
     assert all(is_table(name) for name in ("a.parquet", "A.JSONL", "https://x/y.jsonl.zst?download=true"))
-    assert not any(is_table(name) for name in ("a.txt", "parquet", "https://x/a.csv"))
+    assert not any(is_table(name) for name in ("a.txt", "parquet", "https://x/a.orc"))
+
+
+@pytest.mark.parametrize(("kind", "between"), [("csv", ","), ("TSV", "\t")])
+def test_rows_of_separated_values_are_read_with_what_quotes_hold(tmp_path, small_parts, kind, between):
+    path = tmp_path / f"a.{kind}"
+    lines = ["label{}text", '1{}"two\r\nlines, and a ""quote"""', "", '"2"{}', f'3{{}}"a{between}b"', "4{}é"]
+    path.write_bytes(("\ufeff" + "\n".join(lines)).format(*[between] * 5).encode())
+    tables = made.tables_of(path)
+    assert made.read_all(tables) == [['two\r\nlines, and a "quote"', f"a{between}b", "é"]]
+    assert made.read_all(made.tables_of(path, column="label")) == [["1", "2", "3", "4"]]
+    assert count_documents(tables, 9) == 3
 
 
 @pytest.mark.parametrize("kind", [*made.KINDS, "address"])

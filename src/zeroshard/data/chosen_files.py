@@ -24,8 +24,9 @@ from zeroshard.errors import UserError
 from zeroshard.masked_addresses import is_masked
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-_COLUMNS = (".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx")
+_COLUMNS = (".arrow", ".feather", ".orc", ".avro", ".xlsx")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z")
+_MAY_BE_NO_TEXT = (".json", ".csv", ".tsv")  # tables of text where they are named; in a folder they may be anything
 _MOST_NAMED = 3  # suffixes that a line about files which are left out names
 
 
@@ -136,7 +137,7 @@ def _of_folder(folder: Path, named: str, wanted: str, left_out: list[str]) -> li
             others.append(file)
         elif not file.stat().st_size:
             continue
-        elif is_table(str(file)) and suffix != ".json":
+        elif is_table(str(file)) and suffix not in _MAY_BE_NO_TEXT:
             tables.append(str(file))
         else:
             (texts if suffix in TEXT_SUFFIXES else others).append(file)
@@ -160,9 +161,7 @@ def _readable(file: Path) -> str:
     if is_table(str(file)):
         return str(file)
     if suffix in _COLUMNS:
-        todo = "convert it to .jsonl or .parquet" + (
-            ", or name it .txt to train on it as it stands" if suffix in _COLUMNS[:2] else ""
-        )
+        todo = "convert it to .jsonl or .parquet"
         raise UserError("data.path", f"{file} has columns, and those of {suffix} are not read", todo)
     if suffix in _PACKED:
         tables = ", ".join(each for each in TABLE_SUFFIXES if each.count(".") == 2)

@@ -4,6 +4,7 @@
     .jsonl, .json             lines that begin in a range of `PART_BYTES`
     .jsonl.gz, .jsonl.zst     the same ranges of the uncompressed content; reading parts in order reads the file once
     (if a JSON list is in it instead of lines: one part)
+    .csv, .tsv                one part: a quoted field may hold ends of lines. The first row names the columns
 
 A part contains all that a process needs to make its tokens, so tokens depend neither on who makes them nor on when.
 Rows that are null or empty are not documents.
@@ -11,6 +12,7 @@ Rows that are null or empty are not documents.
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import io
@@ -18,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
 
 from zeroshard.data.files import (
     FileFacts,
@@ -30,7 +32,7 @@ from zeroshard.data.files import (
     require_package,
     suffix_of,
 )
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, shortened
 from zeroshard.host.regular_files import json_of
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 PART_BYTES = 8 << 20  # target size of a part's text
 ROW_BATCH = 256
 _JSON = (".jsonl", ".ndjson", ".json")
-TABLE_SUFFIXES = (".parquet", *(json + packed for json in _JSON for packed in ("", ".gz", ".zst")))
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLE_SUFFIXES = (".parquet", *(json + packed for json in _JSON for packed in ("", ".gz", ".zst")), *_DELIMITERS)
 _MOST_COMPRESSED = 16  # assumed maximum of the compression ratio; any text beyond that is in the last part
 _BLOCK_BYTES = 1 << 20
 LONGEST_TEXT = 256 << 20  # bytes of a line, characters of a text: what is longer is a mistake, or meant to fill memory
@@ -121,6 +124,8 @@ class PartReader:
             OSError: the file failed.
         """
         for where, row in self.rows(part):
+            if self.columns[0] not in row and suffix_of(part.file.path) in _DELIMITERS:
+                _refuse_column(part.file.path, self.columns[0], list(row))
             if text := text_of_row(row, self.columns[0], where):
                 yield text
 
@@ -136,6 +141,9 @@ class PartReader:
             self.close()
         if suffix_of(path) == ".parquet":
             yield from self._of_parquet(part)
+            return
+        if suffix_of(path) in _DELIMITERS:
+            yield from self._of_columns(path)
             return
         for where, row in self._of_list(path) if part.is_list else self._of_lines(part):
             if not isinstance(row, dict):
@@ -185,6 +193,26 @@ class PartReader:
                 what = f"{where} of {path} cannot be read ({error})"
                 raise UserError("data.path", what, _ONE_A_LINE) from None
             yield f"{where} of {path}", row
+
+    def _of_columns(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows of a file of separated values, which is read from its beginning; all values are text."""
+        self.close()
+        self._raw = self._stack.enter_context(open_binary(path))
+        csv.field_size_limit(LONGEST_TEXT)
+        raw = uncompressed(path, self._raw, self._stack)
+        lines = self._stack.enter_context(io.TextIOWrapper(raw, "utf-8-sig", newline=""))
+        reader, number = csv.reader(lines, delimiter=_DELIMITERS[suffix_of(path)], strict=True), 1
+        todo = "write it again, with quotes around values that hold separators, quotes or ends of lines"
+        try:
+            names = next(reader, [])
+            for number, values in enumerate(reader, start=2):
+                if len(values) == len(names):
+                    yield f"row {number:,} of {path}", dict(zip(names, values, strict=True))
+                elif values:  # an empty line is no row
+                    what = f"row {number:,} of {path} has {len(values):,} values, and the first row {len(names):,}"
+                    raise UserError("data.path", what, todo)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError("data.path", f"{path} cannot be read after row {number:,} ({error})", todo) from None
 
     def _of_list(self, path: str) -> Iterator[tuple[str, Any]]:
         """Yield the values of the JSON list in a file, which is read as a whole."""
@@ -332,6 +360,8 @@ def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 def _ranges(file: FileFacts, column: str) -> Iterable[tuple[int, int]]:
     suffix = suffix_of(file.path)
+    if suffix in _DELIMITERS:
+        return [(0, -1)]
     if suffix == ".parquet":
         return patiently(lambda: list(_row_groups(file.path, column)), file.path, "try again")
     size, ends = file.num_bytes, file.num_bytes
@@ -345,8 +375,7 @@ def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
     with open_parquet(path) as table:
         names = table.schema_arrow.names
         if column not in names:
-            has = f"it has {', '.join(names)}"
-            raise UserError("data.column", f"{path} has no column {column!r}", f"name one by --data.column; {has}")
+            _refuse_column(path, column, names)
         kind = str(table.schema_arrow.field(column).type)
         if kind not in ("string", "large_string", "string_view", "null"):
             raise UserError("data.column", f"{column!r} of {path} is {kind}, not text", "name a column of text")
@@ -361,6 +390,11 @@ def _row_groups(path: str, column: str) -> Iterable[tuple[int, int]]:
         if cuts[-1] < meta.num_row_groups:
             cuts.append(meta.num_row_groups)
     return pairwise(cuts)
+
+
+def _refuse_column(path: str, column: str, names: Sequence[str]) -> NoReturn:
+    has = f"it has {shortened(', '.join(names))}"
+    raise UserError("data.column", f"{path} has no column {column!r}", f"name one by --data.column; {has}")
 
 
 def uncompressed(path: str, raw: BinaryIO, stack: ExitStack) -> BinaryIO:

@@ -28,9 +28,11 @@ class DataConfig(Config):
         "--data mine.txt; or module:name of your own. bin: tokens of nanoGPT or llm.c.",
     )
     path: tuple[str, ...] = Field(
-        (), description="Files, folders, globs or addresses to read: text, .parquet, .jsonl[.gz|.zst], .bin."
+        (), description="Files, folders, globs or addresses to read: text, .parquet, .csv, .jsonl[.gz|.zst], .bin."
     )
-    column: str = Field("text", min_length=1, description="Column of .parquet, or key of .jsonl, that has the text.")
+    column: str = Field(
+        "text", min_length=1, description="Column of .parquet or .csv, key of .jsonl, with the text."
+    )
     tokenizer: str = Field(
         "bytes",
         min_length=1,
