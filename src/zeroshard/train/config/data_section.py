@@ -30,9 +30,7 @@ class DataConfig(Config):
     path: tuple[str, ...] = Field(
         (), description="Files, folders, globs or addresses to read: text, .parquet, .csv, .jsonl[.gz|.zst], .bin."
     )
-    column: str = Field(
-        "text", min_length=1, description="Column of .parquet or .csv, key of .jsonl, with the text."
-    )
+    column: str = Field("text", min_length=1, description="Column of .parquet or .csv, key of .jsonl, with the text.")
     tokenizer: str = Field(
         "bytes",
         min_length=1,
