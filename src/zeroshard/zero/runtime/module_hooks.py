@@ -20,7 +20,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -32,12 +33,12 @@ from zeroshard.torch_internals import (
     base_of,
     in_backward,
     in_transform,
+    tree_leaves,
     tree_map,
 )
 from zeroshard.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.core.hooks import UnitHooks, once_per_pass
-from zeroshard.zero.nested_tensors import cast, tensors_in
 
 NO_COPY = (
     "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
@@ -216,3 +217,42 @@ def _outliving(runtime: Any, unit: Unit, output: Any) -> Any:
             "return a clone"
         )
     return output
+
+
+# -- tensors in the arguments and outputs of modules: in containers, dataclasses and plain objects ------------------
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``: ``value`` itself, not a copy, if they all are."""
+
+    def is_other(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    if not any(map(is_other, tree_leaves(value))):
+        return value
+    return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a structure of containers, dataclasses and plain objects; each once."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if type(value) is tuple and all(leaf is None or isinstance(leaf, Tensor) for leaf in value):  # most arguments
+        yield from {id(leaf): leaf for leaf in value if leaf is not None}.values()
+        return
+    seen: set[int] = set()
+
+    def walk(node: Any, depth: int) -> Iterator[Tensor]:
+        for leaf in tree_leaves(node):
+            if id(leaf) in seen or leaf is None or isinstance(leaf, str | bytes | int | float | nn.Module | type):
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif depth and dataclasses.is_dataclass(leaf):
+                yield from walk([getattr(leaf, f.name) for f in dataclasses.fields(leaf)], depth - 1)
+            elif depth and hasattr(leaf, "__dict__"):
+                yield from walk(list(vars(leaf).values()), depth - 1)
+
+    yield from walk(value, 4)
