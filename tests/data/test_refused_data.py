@@ -59,6 +59,7 @@ REFUSED = [
     ("text a.csv", "text,label\nhello\n", "data.path: row 2 of a.csv has 1 values, and the first row 2; write it"),
     ("text a.csv", 'text\na\n"b\n', "data.path: a.csv cannot be read after row 2 (unexpected end of data); write it"),
     ("text a.csv", b"text\n\xff\n", "data.path: a.csv cannot be read after row 1 ('utf-8' codec can't decode byte"),
+    ("text a.csv", "text,text\na,b\n", "data.path: a.csv has several columns 'text'; give each a name of its own"),
     ("text a.TSV", "body\tlabel\nx\t1\n", "data.column: a.TSV has no column 'text'; name one by --data.column; it has"),
     ("text a.feather", "ARROW1", "data.path: a.feather has columns, and those of .feather are not read; convert it"),
     ("text a.txt.gz", "plain", "data.path: a.txt.gz is compressed; unpack it; of compressed files .jsonl.gz, "),

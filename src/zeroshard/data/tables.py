@@ -205,6 +205,8 @@ class PartReader:
         todo = "write it again, with quotes around values that hold separators, quotes or ends of lines"
         try:
             names = next(reader, [])
+            if twice := [name for name in self.columns if names.count(name) > 1]:
+                raise UserError("data.path", f"{path} has several columns {twice[0]!r}", "give each a name of its own")
             for number, values in enumerate(reader, start=2):
                 if len(values) == len(names):
                     yield f"row {number:,} of {path}", dict(zip(names, values, strict=True))
