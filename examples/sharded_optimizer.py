@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard import ShardedOptimizer
-from zeroshard.launch.process_group import shutdown
+from zeroshard.host.launch.process_group import shutdown
 
 WIDTH, NUM_STEPS = 64, 10
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from zeroshard.comm import Communicator, run_threads
-from zeroshard.inference.generate import load_for_text
 from zeroshard.lab.predict.buffers import buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.models import LanguageModel, build_model
+from zeroshard.train.inference.generate import load_for_text
 from zeroshard.zero import STAGES, Zero
 
 CATEGORIES = ("params", "grads", "optimizer")

@@ -18,7 +18,7 @@ from forged_manifests import CHECKPOINT, DATA, OURS, TRAIN, make_run, read_facts
 from hf_models import make_model, require_transformers
 from zeroshard.cli import main
 from zeroshard.data.tokenizer import train_bpe
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import code_in, flags_for_code, require_trust
 

@@ -17,10 +17,10 @@ from zeroshard import kernels
 from zeroshard.cli import main
 from zeroshard.comm.registry import COMMUNICATORS, CommEntry
 from zeroshard.data.registry import SOURCES
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import World
 from zeroshard.kernels import OPERATIONS
 from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
-from zeroshard.launch.environment import World
 from zeroshard.models import PRESETS
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.config.config import TrainConfig

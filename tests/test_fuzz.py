@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from soak import examples
 from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of
-from zeroshard.errors import ExitStatus
-from zeroshard.launch.ending import Ending
+from zeroshard.host.errors import ExitStatus
+from zeroshard.host.launch.ending import Ending
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import fields_by_name
 
@@ -71,7 +71,7 @@ def _words(verb: str) -> Any:
 def nothing_lasts(monkeypatch, tmp_path):
     """Where a verb would train, start processes or queue a job, it stops; the current folder has two files."""
     monkeypatch.setattr("zeroshard.train.start.run_training", lambda *args: 0)
-    monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", lambda *args, **kwargs: Ending(0))
+    monkeypatch.setattr("zeroshard.host.launch.start_ranks.launch_workers", lambda *args, **kwargs: Ending(0))
     monkeypatch.setattr("zeroshard.cli.submit.submit", lambda config, words: "queued")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 100)

@@ -70,7 +70,7 @@ def test_no_file_is_longer_than_six_hundred_lines():
 
 
 SETTERS = [
-    "launch/forked.py",  # gives a forked rank an environment of its own
+    "host/launch/forked.py",  # gives a forked rank an environment of its own
     "data/pool.py",  # tells the tokenizers of its own worker processes to use one thread
     "host/process.py",  # tells torch, malloc and Triton what nobody has told them yet
 ]
@@ -86,7 +86,7 @@ def test_one_file_alone_reads_the_environment():
             for node in ast.walk(tree)
         )
     ]
-    assert readers == sorted(["launch/environment.py", *SETTERS])
+    assert readers == sorted(["host/launch/environment.py", *SETTERS])
 
 
 def test_every_public_name_is_there_and_another_is_an_attribute_error():

@@ -20,7 +20,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 DRIVER = """
 import re, sys
 from pathlib import Path
-from zeroshard.launch.process_group import shutdown
+from zeroshard.host.launch.process_group import shutdown
 shown = {}
 for code in re.findall(r"```python\\n(.*?)```", Path(sys.argv[1]).read_text(), re.S):
     exec(code, shown)

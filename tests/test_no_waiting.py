@@ -9,9 +9,9 @@ from run_folders import write_run
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.run_folders import read_run
-from zeroshard.named_shards import NamedShard
+from zeroshard.optim.named_shards import NamedShard
 
 PIPE = "it is a named pipe, not a file"
 DEVICE = "it is a device, not a file"

@@ -2,8 +2,8 @@ from math import inf
 
 import pytest
 
-from zeroshard.errors import UserError
-from zeroshard.sizes import bandwidth_in_words, duration_in_words, parse_bandwidth, parse_duration, parse_size
+from zeroshard.host.errors import UserError
+from zeroshard.settings.sizes import bandwidth_in_words, duration_in_words, parse_bandwidth, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

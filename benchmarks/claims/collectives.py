@@ -25,7 +25,7 @@ from zeroshard.comm import empty_for
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, slowest, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, interleaved, milliseconds, spread_of
 from zeroshard.lab.predict.workload import DTYPES
-from zeroshard.sizes import parse_size
+from zeroshard.settings.sizes import parse_size
 
 OPS = ("reduce_scatter", "all_gather", "all_reduce")
 SMALL_BYTES = 1 << 20  # up to this size a round takes the median of several calls

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.host.slab import room
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.recorder import StorageEvents

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, NullCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import SequenceParallel, share_sequences
 from zeroshard.models.quiet_import import quiet_import
 

@@ -43,7 +43,7 @@ from typing import Any
 import psutil
 import torch
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.models import LlamaConfig
 
 MIB = 2**20

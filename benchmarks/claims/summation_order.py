@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.columns import columns
 from zeroshard.comm import LocalCommunicator
+from zeroshard.host.columns import columns
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.optim import AdamW8bit, FlashAdamW
 from zeroshard.zero import MixedPrecision, Zero

@@ -76,7 +76,7 @@ def step(ranks: list[subprocess.Popen[str]], name: str) -> tuple[float, float]:
 
 def table(found: dict[tuple[str, str], list[tuple[float, float]]], names: list[str]) -> str:
     """A row for each contestant, in wall and in CPU time."""
-    from zeroshard.columns import columns
+    from zeroshard.host.columns import columns
 
     rows: list[tuple[Any, ...]] = [("contestant", "time", "before ms", "now ms", "ratio", "of pairs", "error", "pairs")]
     for name in names:

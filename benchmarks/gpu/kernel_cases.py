@@ -12,7 +12,7 @@ from torch import Tensor
 from zeroshard import kernels
 from zeroshard.kernels import Choice
 from zeroshard.kernels.adamw8bit import AdamWOptions
-from zeroshard.wire_formats import BlockFormat, rounding_key
+from zeroshard.settings.wire_formats import BlockFormat, rounding_key
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

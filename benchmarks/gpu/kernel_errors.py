@@ -14,7 +14,7 @@ from zeroshard import kernels
 from zeroshard.kernels import Choice
 from zeroshard.kernels.written import carry_written
 from zeroshard.optim import AdamW8bit, FlashAdamW
-from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
+from zeroshard.settings.wire_formats import FORMATS, BlockFormat, rounding_key
 
 # |out - reference| / |reference|. bf16 rounds outputs and gradients to 8 bits; cuBLAS adds up in any order.
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.lab.network import INTERFACE
 
 SMALL = ["--model.n-layer", "4", "--model.n-head", "4", "--model.n-embd", "128", "--seq-len", "64"]

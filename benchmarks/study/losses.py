@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.lab.report import png
 from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zeroshard.lab import network
 from zeroshard.lab.run_folders import RunResult, read_run
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 
 BANDWIDTHS = ["100Mbit/s", "1Gbit/s", "5Gbit/s"]
 STRATEGIES = ["zero0", "zero3"]  # the least that is sent, and the most

@@ -32,7 +32,7 @@ from zeroshard.lab.report.figure import Axis, Figure, Series, bandwidth_in_words
 from zeroshard.lab.report.marks import bandwidth_ticks, style  # noqa: E402
 from zeroshard.lab.run_folders import Spread  # noqa: E402
 from zeroshard.lab.sweep.results import CaseResult, read_sweep  # noqa: E402
-from zeroshard.sizes import parse_bandwidth  # noqa: E402
+from zeroshard.settings.sizes import parse_bandwidth  # noqa: E402
 
 DOCS = Path(__file__).parents[2] / "docs"
 FACTS, IMAGES = DOCS / "study.json", DOCS / "images"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.lab import network
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 
 
 def result_of_ranks(program: str, words: Sequence[str], bandwidth: str, per_node: int = 1) -> dict[str, Any]:

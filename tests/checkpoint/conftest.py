@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.optim.named_shards import NamedShard, ShardReader
 
 
 @dataclass

@@ -5,7 +5,7 @@ from nets import Net
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.zero import Zero
 
 

@@ -9,7 +9,7 @@ from nets import odd_net, rows
 from zeroshard import checkpoint
 from zeroshard.checkpoint import streamed_safetensors
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.zero import Zero
 
 

@@ -12,7 +12,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import Piece, TensorEntry, dump
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 RANKS = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
 FILES = (*RANKS, "manifest.json")

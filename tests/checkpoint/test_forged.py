@@ -13,7 +13,7 @@ from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from zeroshard.checkpoint import manifest as manifests
 from zeroshard.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, dump, merge, parse
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def _piece(start, stop, file, offset=16):

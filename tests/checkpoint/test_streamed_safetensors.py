@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, write_streamed
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def _tensor(name, parts, shape, dtype=torch.float32):

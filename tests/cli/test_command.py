@@ -26,7 +26,7 @@ from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.cli.verbs.training import written
 from zeroshard.cli.verbs.waiting import waiting
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import SHORTHANDS
@@ -263,7 +263,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(refu
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("zeroshard.launch.start_ranks.launch_workers", started)
+    monkeypatch.setattr("zeroshard.host.launch.start_ranks.launch_workers", started)
     for verb in (["train"], ["eval", "runs/x"]):
         line = refusal(*verb, "--nproc", "99999999")
         assert re.match(r"error: nproc: 99,999,999 ranks do not fit into this machine's [\d,]+ GiB; give ", line)
@@ -423,7 +423,7 @@ def test_a_failed_import_keeps_its_words(monkeypatch):
     def broken(name: str) -> None:
         raise AttributeError("torch's own words")
 
-    monkeypatch.setattr("zeroshard.lazily.import_module", broken)
+    monkeypatch.setattr("zeroshard.host.lazily.import_module", broken)
     monkeypatch.delitem(zeroshard.__dict__, "STAGES", raising=False)
     with pytest.raises(ImportError, match="torch's own words"):
         from zeroshard import STAGES  # noqa: F401

@@ -19,7 +19,7 @@ import pytest
 import forked
 from zeroshard.cli import main
 from zeroshard.cli.submit import SubmitConfig, TrainJob, submit
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 
 pytestmark = pytest.mark.skipif(find_spec("submitit") is None, reason="needs submitit")
 PATIENCE_S, NUM_STEPS = 600.0, 100_000  # more than it takes

@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
 from zeroshard.comm import PeerError, RingCommunicator, SharedMemoryCommunicator
-from zeroshard.launch.process_group import shutdown
+from zeroshard.host.launch.process_group import shutdown
 OURS = {"ring": RingCommunicator, "shm": SharedMemoryCommunicator}
 def say(what):
     with open(f"{folder}/said{rank}", "a") as file:

@@ -6,7 +6,7 @@ import pytest
 
 from zeroshard.comm import LocalCommunicator, ObservedCommunicator, PeerError, RingCommunicator, agree, run_threads
 from zeroshard.comm.agree import agreement, first_rank_does, gather_bytes, maxima, of_first_rank, send_bytes
-from zeroshard.errors import FirstRankStorageError, UserError
+from zeroshard.host.errors import FirstRankStorageError, UserError
 
 
 def _outcome(comm, lines, error=None):

@@ -9,12 +9,12 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from forked import free_port
-from zeroshard.launch import bound_tcp_store, process_group
-from zeroshard.launch.bound_tcp_store import open_store
-from zeroshard.launch.environment import World
-from zeroshard.launch.one_host import OneHost
-from zeroshard.launch.rendezvous_address import RendezvousAddress, rendezvous_at
-from zeroshard.launch.several_hosts import SeveralHosts
+from zeroshard.host.launch import bound_tcp_store, process_group
+from zeroshard.host.launch.bound_tcp_store import open_store
+from zeroshard.host.launch.environment import World
+from zeroshard.host.launch.one_host import OneHost
+from zeroshard.host.launch.rendezvous_address import RendezvousAddress, rendezvous_at
+from zeroshard.host.launch.several_hosts import SeveralHosts
 
 
 def _listening(port):

@@ -11,7 +11,7 @@ from nets import Net, rows
 from zeroshard import ShardedOptimizer, Zero
 from zeroshard.comm import NullCommunicator, ObservedCommunicator
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator
-from zeroshard.local_steps.settings import LocalSteps
+from zeroshard.zero.local_steps.settings import LocalSteps
 
 
 class Board:

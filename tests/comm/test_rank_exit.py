@@ -8,7 +8,7 @@ import pytest
 # Ctrl-C, and then an exit that never comes: the main thread holds Python's lock in C, as a finalizer might.
 STUCK = """
 import atexit, ctypes, os, signal
-from zeroshard.launch import rank_exit
+from zeroshard.host.launch import rank_exit
 rank_exit.INTERRUPT_GRACE_S = 5.0  # within which the main thread prints
 if STUCK_WITH_THE_LOCK:
     atexit.register(ctypes.PyDLL(None).pause)

@@ -17,7 +17,7 @@ import forked
 from zeroshard import ShardedOptimizer, Zero
 from zeroshard.comm import LocalCommunicator, PeerError, RingCommunicator, TorchCommunicator, rendezvous
 from zeroshard.comm.rendezvous import agree_at
-from zeroshard.launch.environment import World
+from zeroshard.host.launch.environment import World
 from zeroshard.train.setup import ranks
 
 SLURM = {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}

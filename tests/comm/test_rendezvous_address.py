@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from forked import free_port
-from zeroshard.errors import UserError
-from zeroshard.launch import rendezvous_address
-from zeroshard.launch.rendezvous_address import DEFAULT_PORT, RendezvousAddress, rendezvous_at
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch import rendezvous_address
+from zeroshard.host.launch.rendezvous_address import DEFAULT_PORT, RendezvousAddress, rendezvous_at
 
 
 def test_who_has_the_address_serves_the_rendezvous_there():

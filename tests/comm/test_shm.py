@@ -12,7 +12,7 @@ import torch
 
 from zeroshard.comm import PeerError, SharedMemoryCommunicator, ranks_share_host
 from zeroshard.comm.shm import mapped, shm
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def _random(rank, numel):

@@ -18,7 +18,7 @@ from zeroshard.comm import PeerError, run_threads, thread_transports
 from zeroshard.comm.ring import handshake
 from zeroshard.comm.ring.handshake import introduce
 from zeroshard.comm.ring.sockets import AT_ONCE_BYTES, _settle, own_address
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 LARGE = 3 << 20  # elements; more than sockets keep
 

@@ -17,13 +17,13 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import forked
-from zeroshard.errors import UserError
-from zeroshard.launch import elastic
-from zeroshard.launch.elastic import SAVING_GRACE_S, STOP_S, _Agent, _ending
-from zeroshard.launch.ending import Ending, root_cause
-from zeroshard.launch.environment import World, tell_launcher, world_from_env
-from zeroshard.launch.process_group import init_process_group, meet, shutdown
-from zeroshard.launch.start_ranks import launch_workers
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch import elastic
+from zeroshard.host.launch.elastic import SAVING_GRACE_S, STOP_S, _Agent, _ending
+from zeroshard.host.launch.ending import Ending, root_cause
+from zeroshard.host.launch.environment import World, tell_launcher, world_from_env
+from zeroshard.host.launch.process_group import init_process_group, meet, shutdown
+from zeroshard.host.launch.start_ranks import launch_workers
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "40123", "SLURM_STEP_ID": "0"}
@@ -42,7 +42,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 def launch(*argv: str) -> Ending:
     """`launch_workers` in a process of its own, for it takes the process's signal handlers."""
     code = (
-        "import json; from zeroshard.launch.start_ranks import launch_workers\n"
+        "import json; from zeroshard.host.launch.start_ranks import launch_workers\n"
         f"ending = launch_workers({list(argv)}, 2); print(json.dumps([ending.status, ending.line]))"
     )
     done = run_python(code)
@@ -123,8 +123,8 @@ def test_ranks_have_the_launchers_own_limit_to_end_and_less_where_they_start_aga
 def test_only_a_rank_that_was_not_forked_searches_for_garbage_when_it_leaves(monkeypatch):
     program = (
         "import gc, torch\n"
-        "from zeroshard.launch.environment import World\n"
-        "from zeroshard.launch.process_group import init_process_group, shutdown\n"
+        "from zeroshard.host.launch.environment import World\n"
+        "from zeroshard.host.launch.process_group import init_process_group, shutdown\n"
         "searches = []\n"
         "gc.collect = lambda: searches.append(1)\n"
         "init_process_group(World(), torch.device('cpu'))\n"
@@ -161,8 +161,8 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
 def test_two_processes_meet_by_the_environment_and_part_cleanly():
     code = (
         "import torch, torch.distributed as dist\n"
-        "from zeroshard.launch.environment import world_from_env\n"
-        "from zeroshard.launch.process_group import init_process_group, shutdown\n"
+        "from zeroshard.host.launch.environment import world_from_env\n"
+        "from zeroshard.host.launch.process_group import init_process_group, shutdown\n"
         "world = world_from_env()\n"
         "init_process_group(world, torch.device('cpu'), timeout_s=30)\n"
         "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"
@@ -270,7 +270,9 @@ def test_ranks_of_one_machine_talk_over_the_loopback_interface_where_nobody_says
     if asked:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", asked)
     seen = []
-    monkeypatch.setattr("zeroshard.launch.elastic.run_elastic", lambda *args, **kwargs: seen.append(dict(os.environ)))
+    monkeypatch.setattr(
+        "zeroshard.host.launch.elastic.run_elastic", lambda *args, **kwargs: seen.append(dict(os.environ))
+    )
     with monkeypatch.context() as env:
         env.setattr(os, "environ", os.environ.copy())
         launch_workers(["train"], 2)

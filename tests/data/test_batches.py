@@ -6,7 +6,7 @@ from zeroshard.data.base import TextRows, num_rows, require_enough
 from zeroshard.data.batches import EvalBatches, RowBatches
 from zeroshard.data.stream import StreamBatches
 from zeroshard.data.tokens import TokenDataset
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 SEQ_LEN = 4
 

@@ -4,7 +4,7 @@ import pytest
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokens import TokenDataset
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def llm_c(path, ids, magic=20240520, version=1, dtype="<u2"):

@@ -18,7 +18,7 @@ from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 PER_BLOCK = BLOCK_BYTES // 2  # tokens of two bytes
 

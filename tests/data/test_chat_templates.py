@@ -8,7 +8,7 @@ import pytest
 import chats
 from zeroshard.data import chat_templates, template_worker
 from zeroshard.data.chat_templates import ChatTemplate, find_template
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 CHATML = find_template("chatml", "bytes").text
 # In the manner of LLaMA 2: marks in brackets, the system's message in the first turn.

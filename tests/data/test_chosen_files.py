@@ -8,7 +8,7 @@ from small_tables import read_all
 from zeroshard.data.chosen_files import choose
 from zeroshard.data.sources import SyntheticSize, TextFiles, open_source
 from zeroshard.data.tables import Tables
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 ROWS = [{"text": f"document {number}", "body": f"body {number}"} for number in range(5)]
 TEXTS = [row["text"] for row in ROWS]

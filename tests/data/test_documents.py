@@ -2,7 +2,7 @@ import pytest
 
 from zeroshard.data import documents
 from zeroshard.data.documents import fingerprint_of, read_chunks
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 @pytest.fixture

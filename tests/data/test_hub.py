@@ -15,7 +15,7 @@ from zeroshard.data import files as files_module
 from zeroshard.data.hub import HubName, open_hub, parse_hub_name
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.registry import SourceRequest, SyntheticSize, is_hub_name
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def files(folder):

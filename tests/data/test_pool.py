@@ -7,7 +7,7 @@ import time
 import pytest
 
 from zeroshard.data.pool import in_order
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def maker(kind):

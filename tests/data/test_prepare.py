@@ -12,7 +12,7 @@ from zeroshard.data.spec import data_dir
 from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 TEXT = "".join(f"line {i} of the text\n" for i in range(500))
 

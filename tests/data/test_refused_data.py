@@ -3,7 +3,7 @@
 import pytest
 
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 FINE = '{"text": "fine"}\n'
 CHAT = "text a.jsonl format=chat template=chatml val_fraction=0"

@@ -12,7 +12,7 @@ from zeroshard.data.sources import (
     open_source,
     python_stdlib,
 )
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 PLAYS = b"First Citizen:\nSpeak, speak.\n"
 

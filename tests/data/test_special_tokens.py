@@ -12,8 +12,8 @@ from zeroshard.cli import main
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import load_tokenizer, read_tokenizer, tokenizer_identity
-from zeroshard.inference.generate import chat_of, load_for_text, options_of
 from zeroshard.train.config.command_settings import GenerateConfig
+from zeroshard.train.inference.generate import chat_of, load_for_text, options_of
 
 END = "<|im_end|>"  # what the folder names; by its spelling it would be <|endoftext|>
 

@@ -17,7 +17,7 @@ from zeroshard.data.split import validates
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import PartReader
 from zeroshard.data.tokenizer import ByteTokenizer
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 T = 32
 

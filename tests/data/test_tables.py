@@ -7,7 +7,7 @@ from web import serve
 from zeroshard.data import tables as module
 from zeroshard.data.files import facts_of
 from zeroshard.data.tables import PartReader, Tables, count_documents, is_table
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 @pytest.fixture

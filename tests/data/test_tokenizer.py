@@ -20,7 +20,7 @@ from zeroshard.data.tokenizer import (
     tokenizer_identity,
     train_bpe,
 )
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 TEXTS = ["the cat sat on the mat, the rat sat on the cat\n" * 5, "def the(cat): return cat + the\n" * 5]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zeroshard.data.meta import dtype_for
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokens import TokenDataset, TokenWriter
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 OUTSIDE = ("../tokens.bin", "/etc/hostname", "val/../../tokens.bin", "", ".", "val//tokens.bin", "val/\\u0000")
 

@@ -16,7 +16,7 @@ from zeroshard.data.prepare import DataSpec, Progress, prepare
 from zeroshard.data.split import validates
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 # A process of its own, with parts small enough that a small set has many. It counts what it does to files, prints how
 # many that were, and kills itself at the one that it is told.

@@ -15,7 +15,7 @@ from pages import BLOCKS, PAGES, ROOT, prints, python_of
 from soak import soaking
 from zeroshard.cli import VERBS
 from zeroshard.cli.flags import flags_of, read_flags, take_option
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
 from zeroshard.train.config.config import merge

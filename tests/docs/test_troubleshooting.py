@@ -94,7 +94,7 @@ def test_each_user_error_says_what_to_do(trees):
 
 
 def test_each_exit_status_is_on_the_page():
-    from zeroshard.errors import ExitStatus
+    from zeroshard.host.errors import ExitStatus
 
     rows = PAGE.partition("## The run ends")[2].partition("\n## ")[0]
     numbers = {int(number) for row in re.findall(r"^\| ([\d, ]+) \|", rows, re.M) for number in row.split(", ")}

@@ -17,7 +17,7 @@ WORLD_SIZE, PATIENCE_S = 3, 300.0
 PROGRAM = """
 import sys
 from zeroshard import cli
-from zeroshard.launch import elastic
+from zeroshard.host.launch import elastic
 
 elastic.SHUTDOWN_GRACE_S = elastic.SAVING_GRACE_S = 3600
 sys.exit(cli.main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus, FirstRankStorageError, UserError
+from zeroshard.host.errors import ExitStatus, FirstRankStorageError, UserError
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.corpus import open_corpus

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from zeroshard.errors import UserError
 from zeroshard.host import host_memory
+from zeroshard.host.errors import UserError
 from zeroshard.host.finalizers import settle
 from zeroshard.host.slab import Slab, room
 

@@ -43,7 +43,7 @@ def in_ranks(world_size, run, out):
 
 
 def _rank(rank, world_size, port, run, out, path):
-    from zeroshard.launch.process_group import shutdown
+    from zeroshard.host.launch.process_group import shutdown
 
     torch.set_num_threads(1)
     if world_size > 1:

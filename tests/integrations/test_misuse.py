@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 # Imported by the tests and not here: each worker that collects them would take seconds for it.
 pytestmark = [

@@ -23,7 +23,7 @@ from zeroshard import kernels
 from zeroshard.kernels import dispatch, norm_kernels
 from zeroshard.kernels.adamw8bit import AdamWOptions, Codes, adamw8bit
 from zeroshard.kernels.written import carry_written
-from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
+from zeroshard.settings.wire_formats import FORMATS, BlockFormat, rounding_key
 
 compile_or_run = JITFunction.run
 CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" else 90

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import block_formats, dequantise, dequantised_sum, quantise
-from zeroshard.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
+from zeroshard.settings.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
 
 TINY = 2.0**-126
 LARGEST = {"int8": 127, "int4": 7, "e4m3": 448}

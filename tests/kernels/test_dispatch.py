@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import CHOICES, OPERATIONS, choose, describe, dispatch, use_kernels
 from zeroshard.kernels.launch import traced
 

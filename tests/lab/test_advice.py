@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from lab.small_plans import SMALL, small_gpu
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.changes import LORA_RANK, found_by_fit
 from zeroshard.lab.planner.fit import every_lever, flags_of, with_levers
 from zeroshard.lab.planner.planner import planner_for

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.sweep.cases import SweepConfig, case_name, cases_of, in_words, make_case
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import read_toml

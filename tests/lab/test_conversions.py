@@ -17,7 +17,7 @@ from zeroshard.lab.predict.hardware import DEVICES, Device, Link
 from zeroshard.lab.predict.timeline import operation_s, simulate
 from zeroshard.lab.predict.work import Work
 from zeroshard.models import build_model
-from zeroshard.wire_formats import BlockFormat, DtypeFormat
+from zeroshard.settings.wire_formats import BlockFormat, DtypeFormat
 from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.transport import wire as wire_module
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from lab.small_plans import small_gpu
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.command import answer_plan, arguments
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.fit import chosen, fitted, levers_in_words

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.predict.hardware import (
     DEVICES,
     LINKS,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.predict import model_trace
 from zeroshard.lab.predict.model_spans import repeat_blocks
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import network
 from zeroshard.lab.network import shaper_burst, shaping
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 
 
 def _why_not() -> str:

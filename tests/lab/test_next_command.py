@@ -4,7 +4,7 @@ import shlex
 import pytest
 
 from zeroshard.cli.flags import flags_of, read_flags
-from zeroshard.columns import wrapped
+from zeroshard.host.columns import wrapped
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.train.config.config import TrainConfig

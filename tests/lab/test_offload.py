@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dry_run import compared
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.predict.hardware import Calibration, find_device, write_calibration

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from zeroshard.cli.flags import flags_of, read_flags
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig

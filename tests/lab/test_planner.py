@@ -10,7 +10,7 @@ from torch import nn
 
 from lab import small_plans
 from lab.small_plans import small_gpu
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.plan_rows import Offloaded

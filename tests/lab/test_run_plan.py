@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_plan import behind, predict, predicted_step
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration, write_calibration
 from zeroshard.models import build_model

@@ -9,7 +9,7 @@ from itertools import accumulate
 import pytest
 
 from dry_run import compared
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig

@@ -17,7 +17,7 @@ import pytest
 
 import forked
 from run_folders import LINK, write_run
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import SweepConfig, make_case
@@ -27,7 +27,7 @@ from zeroshard.train.config.validate import validate
 
 STAND_IN = """
 import json, os, pathlib, sys, time, tomllib, uuid
-from zeroshard.launch.environment import end_with_starter
+from zeroshard.host.launch.environment import end_with_starter
 end_with_starter()
 text = open(sys.argv[2]).read()
 config = tomllib.loads(text)

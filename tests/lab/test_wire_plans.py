@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zeroshard.comm import CONTROL, ObservedCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig

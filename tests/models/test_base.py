@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from models.conftest import CONFIGS
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import materialize, next_token_loss
 from zeroshard.models.base import DRAWN_AT_ONCE, Part, fill_normal_
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import GPT2, GPT2Config
 
 SMALL = GPT2Config(vocab_size=61, seq_len=12, n_layer=2, n_head=4, n_embd=32)

@@ -1,11 +1,11 @@
-"""The mapping to Hugging Face's models, without them; tests/interop holds it against the real ones."""
+"""The mapping to Hugging Face's models, without them; tests/integrations holds it against the real ones."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import GPT2Config, LlamaConfig
 from zeroshard.models.hugging_face.gpt2_llama_conversion import find_weights, from_hf_config, hf_config, hf_weights
 

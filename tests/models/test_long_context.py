@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_models import batches, make_model
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.slab import room
 from zeroshard.lab.predict.on_meta import in_recomputations, on_meta
 from zeroshard.lab.predict.recorder import StorageEvents

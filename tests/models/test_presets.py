@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import GPT2, PRESETS, LanguageModel, Llama, build_model
 
 PUBLISHED_NUM_PARAMS = {

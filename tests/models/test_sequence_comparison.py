@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hf_models import make_model
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.models.llama import Llama
 from zeroshard.zero import Zero

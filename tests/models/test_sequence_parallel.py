@@ -13,7 +13,7 @@ from hf_models import (
     make_model,
 )
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import GPT2Config, LlamaConfig, SequenceParallel, share_sequences
 from zeroshard.models.adapters import Lora
 from zeroshard.models.hugging_face.config import config_of

@@ -11,12 +11,12 @@ from torch import nn
 import zeroshard
 from zeroshard import Zero
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels.adamw8bit import joined
 from zeroshard.kernels.state_codes import as_codes, as_values, block_of, num_blocks
 from zeroshard.optim import AdamW8bit, FlashAdamW
+from zeroshard.optim.classes.kept_states import ParamFacts
 from zeroshard.optim.state_conversion import as_kept
-from zeroshard.optimizer_classes.kept_states import ParamFacts
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [

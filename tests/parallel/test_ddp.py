@@ -4,8 +4,8 @@ from torch import nn
 
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator
-from zeroshard.launch.environment import World
-from zeroshard.launch.process_group import init_process_group, shutdown
+from zeroshard.host.launch.environment import World
+from zeroshard.host.launch.process_group import init_process_group, shutdown
 from zeroshard.parallel import Setup, build_strategy
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel import STRATEGIES, build_strategy
 
 

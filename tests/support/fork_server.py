@@ -5,9 +5,9 @@
 It has one thread and has run nothing. A client (`forked.Popen`, or the command `forked-python`) connects to
 SOCKET, sends its standard streams and ``{"args": ["-m", "zeroshard", ...], "env": {...}, "cwd": "..."}``, and is sent
 ``{"pid": ...}`` and then ``{"status": ...}``, a line each; the status is `os.waitpid`'s. A program is set up as the
-launcher sets up its ranks (`zeroshard.launch.forked`), runs as ``python ARGS`` would, and is killed with its session if
-its client goes away. Its `sys.executable` is `forked-python`, so what it starts is forked too. The server ends
-when its standard input does.
+launcher sets up its ranks (`zeroshard.host.launch.forked`), runs as ``python ARGS`` would, and is killed with its
+session if its client goes away. Its `sys.executable` is `forked-python`, so what it starts is forked too. The server
+ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ import observed
 PYTHON = sys.executable
 LENGTH = struct.Struct("!I")  # before each request
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "torch.utils.flop_counter", "numpy", "pytest"]
-PRELOADED += ["hypothesis", "tokenizers", "zeroshard.launch.elastic", "zeroshard.train.start"]
-PRELOADED += ["zeroshard.inference.evaluation", "zeroshard.inference.generate", "zeroshard.train.setup.prepare_data"]
-PRELOADED += ["zeroshard.interop.hf_export", "zeroshard.interop.hf_import"]
+PRELOADED += ["hypothesis", "tokenizers", "zeroshard.host.launch.elastic", "zeroshard.train.start"]
+PRELOADED += [
+    "zeroshard.train.inference.evaluation",
+    "zeroshard.train.inference.generate",
+    "zeroshard.train.setup.prepare_data",
+]
+PRELOADED += ["zeroshard.integrations.hf_export", "zeroshard.integrations.hf_import"]
 PRELOADED += ["zeroshard.train.state.checkpoint_command", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
 PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
 PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.cli.doctor", "zeroshard.cli"]
@@ -122,7 +126,7 @@ def _receive(client: socket.socket, num_bytes: int, fds: array.array[int]) -> by
 
 
 def _run(request: dict, fds: array.array[int], mask: object) -> int:
-    from zeroshard.launch.forked import as_executed, run_main
+    from zeroshard.host.launch.forked import as_executed, run_main
 
     if request["env"].get("ZEROSHARD_LAUNCHER_PID") == str(request.get("parent")):
         request["env"]["ZEROSHARD_LAUNCHER_PID"] = str(os.getppid())  # who ends with the client, and the client with it

@@ -49,7 +49,7 @@ def _asked_by():
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(SOURCES) and not file.endswith("torch_internals.py"):
+        if file.startswith(SOURCES) and not file.endswith("host/torch_internals.py"):
             return file.removeprefix(SOURCES), frame.f_code.co_name
         frame = frame.f_back
     return "", ""

@@ -114,7 +114,7 @@ def _rank_main(rank: int, world_size: int, folder: str) -> None:
     import torch.distributed as dist
 
     from zeroshard.comm import TorchCommunicator
-    from zeroshard.launch.process_group import shutdown
+    from zeroshard.host.launch.process_group import shutdown
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zeroshard.lab.sweep.cases import SweepConfig, cases_of
 from zeroshard.lab.sweep.results import SWEEP_FORMAT, run_folder
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from tiny_runs import built
 from zeroshard.comm import run_threads
 from zeroshard.comm.rendezvous import agree_at
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.setup.agree import agree_on, code_version, start_facts
 
 

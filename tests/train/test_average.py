@@ -7,10 +7,10 @@ import torch
 
 from tiny_runs import events_of, train_on
 from zeroshard.comm import LocalCommunicator
-from zeroshard.errors import UserError
-from zeroshard.inference.generate import load_for_text, run_generate
+from zeroshard.host.errors import UserError
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.config.command_settings import GenerateConfig
+from zeroshard.train.inference.generate import load_for_text, run_generate
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.loop.saving import Saving
 from zeroshard.train.setup.build import build_run

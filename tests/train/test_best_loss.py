@@ -8,8 +8,8 @@ import torch
 from tiny_runs import summary_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
-from zeroshard.inference.generate import checkpoint_of
+from zeroshard.host.errors import UserError
+from zeroshard.train.inference.generate import checkpoint_of
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.best_loss import BestLoss
 

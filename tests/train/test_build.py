@@ -5,7 +5,7 @@ import torch
 
 from tiny_runs import built, events_of
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import dispatch
 from zeroshard.kernels.launch import INTERPRETED
 from zeroshard.models import GPT2

@@ -12,9 +12,9 @@ import chats
 from hf_models import make_model, require_transformers
 from zeroshard.cli import main
 from zeroshard.data.tokenizer import ByteTokenizer, read_tokenizer
-from zeroshard.inference import generate
-from zeroshard.inference.generate import chat_of, until
 from zeroshard.train.config.command_settings import GenerateConfig
+from zeroshard.train.inference import generate
+from zeroshard.train.inference.generate import chat_of, until
 from zeroshard.train.start import run_training
 
 CHATML = (

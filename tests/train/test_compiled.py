@@ -5,7 +5,7 @@ from torch import nn
 from tiny_runs import built
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.comm.backends.null import NullCommunicator
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.build import build_run

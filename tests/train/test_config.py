@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import ModelConfig

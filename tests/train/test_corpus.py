@@ -11,9 +11,9 @@ from zeroshard.data import TokenDataset, load_tokenizer
 from zeroshard.data import tables as tables_module
 from zeroshard.data.lanes import Lanes
 from zeroshard.data.prepare import DataSpec, prepare
-from zeroshard.errors import UserError
-from zeroshard.inference.evaluation import _warn_of_overlap, local_score
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.command_settings import EvalConfig
+from zeroshard.train.inference.evaluation import _warn_of_overlap, local_score
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.start import run_training

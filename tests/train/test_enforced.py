@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.host.slab import room
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models.inputs_on_host import slot_bytes

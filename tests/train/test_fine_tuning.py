@@ -13,10 +13,10 @@ from soak import soaking
 from tiny_runs import built, events_of, summary_of, trained
 from zeroshard.cli import main
 from zeroshard.data import load_tokenizer
-from zeroshard.errors import UserError
-from zeroshard.inference.evaluation import local_score
+from zeroshard.host.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.train.config.command_settings import EvalConfig
+from zeroshard.train.inference.evaluation import local_score
 from zeroshard.train.loop.loop import take_step
 from zeroshard.train.setup.run_folder import tokenizer_folder
 

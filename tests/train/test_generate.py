@@ -6,12 +6,12 @@ import torch
 
 import token_texts
 from zeroshard.data.tokenizer import ByteTokenizer
-from zeroshard.errors import UserError
-from zeroshard.inference.generate import decoded, load_for_text, run_generate, sample
-from zeroshard.inference.generate import draw as _draw_one
+from zeroshard.host.errors import UserError
 from zeroshard.models import build_model
 from zeroshard.models.cache import KVCache
 from zeroshard.train.config.command_settings import GenerateConfig
+from zeroshard.train.inference.generate import decoded, load_for_text, run_generate, sample
+from zeroshard.train.inference.generate import draw as _draw_one
 from zeroshard.train.setup.assemble import make_model
 from zeroshard.train.start import run_training
 
@@ -175,8 +175,8 @@ def test_a_continuation_is_the_text_that_follows_the_prompts(kind, tmp_path):
 def test_what_is_printed_has_the_spaces_of_the_text(model, tmp_path, monkeypatch, capsys, prompt):
     tokenizer, _ = token_texts.tokenizer_of("metaspace", tmp_path)
     drawn = tokenizer.encode_piece("the as it can")[len(tokenizer.encode_piece(prompt)) :].tolist()
-    monkeypatch.setattr("zeroshard.inference.generate.load_for_text", lambda *_: (model, tokenizer))
-    monkeypatch.setattr("zeroshard.inference.generate.sample", lambda *_, **__: iter(drawn))
+    monkeypatch.setattr("zeroshard.train.inference.generate.load_for_text", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("zeroshard.train.inference.generate.sample", lambda *_, **__: iter(drawn))
     assert run_generate(GenerateConfig(run="r", prompt=prompt)) == 0
     assert capsys.readouterr().out == "the as it can\n"
 

@@ -1,4 +1,4 @@
-"""What ``zeroshard export`` writes; tests/interop opens it with transformers."""
+"""What ``zeroshard export`` writes; tests/integrations opens it with transformers."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator
-from zeroshard.interop import hf_export
+from zeroshard.integrations import hf_export
 from zeroshard.train.start import run_training
 from zeroshard.zero import NamedShard
 

@@ -26,9 +26,7 @@ from soak import soaking
 from tiny_runs import events_of, summary_of
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.inference.evaluation import local_score
-from zeroshard.inference.generate import load_for_text, sample
-from zeroshard.interop.hf_export import run_export
+from zeroshard.integrations.hf_export import run_export
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models import build_model
@@ -36,6 +34,8 @@ from zeroshard.models.hugging_face import weights
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
+from zeroshard.train.inference.evaluation import local_score
+from zeroshard.train.inference.generate import load_for_text, sample
 from zeroshard.train.setup.assemble import sharded
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.start import run_training

@@ -10,8 +10,8 @@ import chats
 from hf_models import make_model
 from tiny_runs import built
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
-from zeroshard.interop.hf_export import run_export
+from zeroshard.host.errors import UserError
+from zeroshard.integrations.hf_export import run_export
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.start import run_training

@@ -9,8 +9,8 @@ import torch
 import forked
 from tiny_runs import events_of, summary_of
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
-from zeroshard.errors import UserError
-from zeroshard.launch.environment import World
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import World
 from zeroshard.train import links
 from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.links import Links

@@ -8,7 +8,7 @@ import torch
 from tiny_runs import built, events_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import run_threads
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step

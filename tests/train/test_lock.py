@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.state.lock import LOCK, RunLock
 
 

@@ -11,8 +11,8 @@ import torch
 from tiny_runs import events_of, summary_of, train_on
 from zeroshard import checkpoint, cli
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus
 from zeroshard.host import gc_frequency
+from zeroshard.host.errors import ExitStatus
 from zeroshard.train import start
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train

@@ -22,15 +22,15 @@ from tiny_runs import built, train_on
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import UserError
-from zeroshard.inference.evaluation import local_score
-from zeroshard.inference.generate import load_for_text
-from zeroshard.interop.hf_export import run_export
+from zeroshard.host.errors import UserError
+from zeroshard.integrations.hf_export import run_export
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora, base_name, is_adapter
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.inference.evaluation import local_score
+from zeroshard.train.inference.generate import load_for_text
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.setup.hugging_face import with_model_files

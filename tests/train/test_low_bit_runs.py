@@ -12,10 +12,10 @@ from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.cli import main
 from zeroshard.comm import run_threads
-from zeroshard.errors import ExitStatus, UserError
-from zeroshard.inference.generate import load_weights
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.kernels import cpu_loops
 from zeroshard.kernels.adamw8bit import joined
+from zeroshard.train.inference.generate import load_weights
 from zeroshard.train.loop.loop import train
 from zeroshard.train.setup.assemble import serving
 from zeroshard.train.setup.build import build_run

@@ -8,7 +8,7 @@ import torch
 from tiny_runs import built, events_of, trained
 from zeroshard import checkpoint
 from zeroshard.cli import main
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab import plan
 from zeroshard.models import build_model
 from zeroshard.train.setup.products_in_8_bits import check_products, multiply_in_8_bits

@@ -5,13 +5,13 @@ from torch import nn
 
 from zeroshard.checkpoint import latest
 from zeroshard.data import read_meta
-from zeroshard.errors import UserError
-from zeroshard.inference.generate import load_weights
-from zeroshard.interop.hf_import import run_import
-from zeroshard.interop.nanogpt_weights import import_nanogpt
+from zeroshard.host.errors import UserError
+from zeroshard.integrations.hf_import import run_import
+from zeroshard.integrations.nanogpt_weights import import_nanogpt
 from zeroshard.models import GPT2, GPT2Config
 from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.toml import load_config
+from zeroshard.train.inference.generate import load_weights
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.train.start import run_training
 

@@ -18,8 +18,8 @@ import forked
 from tiny_runs import train_on
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus, UserError
 from zeroshard.host import host_memory
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.finalizers import settle
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration

@@ -13,7 +13,7 @@ from zeroshard.data.examples.row_plan import rows_of_length
 from zeroshard.data.examples.store import Examples
 from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import build_model
 from zeroshard.models.attention import attend
 from zeroshard.models.hugging_face import model as hugging_face

@@ -5,7 +5,7 @@ import torch
 
 from tiny_runs import summary_of, train_on
 from zeroshard.comm import CONTROL, CommRecord, LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.records.plan_contract import EXCHANGED, Contract, Planned, Sent, message_difference
 

@@ -3,7 +3,7 @@ import pytest
 import small_tables as made
 from zeroshard.data.prepare import Progress
 from zeroshard.data.sources import check_source
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.validate import validate

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from same_results import Saved
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of
 from zeroshard.train.state.read_as import MergedWeights
 

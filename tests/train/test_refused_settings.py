@@ -3,7 +3,7 @@
 import pytest
 
 from zeroshard.cli.flags import flags_of, read_flags
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import validate

@@ -8,7 +8,7 @@ import pytest
 import forked
 from exactness import same_bits
 from zeroshard import checkpoint
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import check_shard_size
 from zeroshard.train.setup.build import accumulation_steps

@@ -9,7 +9,7 @@ import torch
 from tiny_runs import built, summary_of, train_on
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate

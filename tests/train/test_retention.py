@@ -10,7 +10,7 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.checkpoint import store
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.retention import Retention
 from zeroshard.train.setup.build import build_run

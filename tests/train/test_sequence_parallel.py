@@ -9,7 +9,7 @@ import chats
 from hf_models import text_model  # noqa: F401 -- a fixture
 from tiny_runs import events_of, summary_of, train_on, trained
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate

@@ -8,7 +8,7 @@ import torch
 from exactness import same_bits
 from tiny_runs import built, events_of
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.loop.loop import take_step, train
 from zeroshard.train.setup.build import build_run

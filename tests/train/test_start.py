@@ -12,10 +12,10 @@ from tiny_runs import built
 from zeroshard import checkpoint
 from zeroshard.checkpoint import api
 from zeroshard.comm import NullCommunicator, run_threads
-from zeroshard.inference.evaluation import local_score, score
-from zeroshard.inference.generate import load_for_text
 from zeroshard.models import InitialValues, build_model, decoder
 from zeroshard.train.config.command_settings import EvalConfig
+from zeroshard.train.inference.evaluation import local_score, score
+from zeroshard.train.inference.generate import load_for_text
 from zeroshard.train.start import run_training
 from zeroshard.zero import STAGES, Zero, loaded_later
 

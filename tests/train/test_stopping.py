@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.train.loop.stopping import STOPPED, agreed_stop, as_numbers
 
 MOST_RANKS = 1 << 19

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from tiny_runs import events_of
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import TrackedRun, trackers, values_of

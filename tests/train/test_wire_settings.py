@@ -7,7 +7,7 @@ import torch
 
 from tiny_runs import train_on
 from zeroshard.comm import run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.train.setup.assemble import check_shard_size
 

@@ -35,8 +35,8 @@ from zeroshard.checkpoint.verify import damages, share
 from zeroshard.comm import Communicator, PeerError
 from zeroshard.comm.agree import agreement, first_message, send_bytes
 from zeroshard.comm.every_rank import call_of_every_rank
-from zeroshard.errors import UserError
-from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.host.errors import UserError
+from zeroshard.optim.named_shards import NamedShard, ShardReader
 
 
 class Saveable(Protocol):

@@ -44,7 +44,7 @@ from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import first_message
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.comm.streams import ByDevice
-from zeroshard.named_shards import NamedShard
+from zeroshard.optim.named_shards import NamedShard
 
 _LOOK_S = 0.1  # between two polls of a write's progress
 

@@ -26,8 +26,8 @@ from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
-from zeroshard.named_shards import OUTER_KINDS, is_of_optimizer, is_of_replica
-from zeroshard.optimizer_classes.plain_states import nested
+from zeroshard.optim.classes.plain_states import nested
+from zeroshard.optim.named_shards import OUTER_KINDS, is_of_optimizer, is_of_replica
 from zeroshard.zero.ema.average import EMA
 
 _METADATA = {"format": "pt"}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, parse
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 from zeroshard.host.regular_files import read_text, write_inside
 
 RUN_FOLDER = "checkpoints"  # subfolder of a run's folder

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, Val
 
 from zeroshard.checkpoint.manifest_text import FORMAT, MOST_BYTES, VERSION, plain, seal, short, text, unseal
 from zeroshard.checkpoint.reshard import check_tiling
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import read_bytes
 
 MANIFEST = "manifest.json"

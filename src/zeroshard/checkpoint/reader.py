@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, Manifest, TensorEntry
 from zeroshard.checkpoint.reshard import Interval, plan_copies
 from zeroshard.checkpoint.store import TORCH_DTYPES
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_binary
 
 MOST_OPEN = 64  # files of a checkpoint, which has one of each rank that wrote it; a process may open about a thousand

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.store import header_of
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 CHUNK_NUMEL = 1 << 20
 

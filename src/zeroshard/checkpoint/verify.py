@@ -20,7 +20,7 @@ import xxhash
 from zeroshard.checkpoint import store
 from zeroshard.checkpoint.folder import misplaced, no_checkpoint
 from zeroshard.checkpoint.manifest import DAMAGED_TODO, MANIFEST, Manifest, Region, parse
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_binary
 
 _LENGTH_BYTES = 8  # size of the header length, which precedes the header

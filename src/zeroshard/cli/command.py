@@ -20,8 +20,8 @@ from zeroshard.cli.flags import refuse_no_text, take_option
 from zeroshard.cli.verbs import VERBS, read_file, say
 from zeroshard.cli.verbs.base import checked_settings
 from zeroshard.cli.verbs.help import help_of, named, usage, wrapped
-from zeroshard.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.host import gc_frequency
+from zeroshard.host.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
 from zeroshard.train.config.validate import nearest
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
@@ -46,7 +46,7 @@ class _TerminatedError(BaseException):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status; see `zeroshard.errors.ExitStatus`.
+    """Run one command line and return its exit status; see `zeroshard.host.errors.ExitStatus`.
 
     Args:
         argv: the arguments after ``zeroshard``; None: those of the process.

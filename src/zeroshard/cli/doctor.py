@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 
 import zeroshard
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
+from zeroshard.host.launch.environment import variable, world_from_env
 from zeroshard.host.process import ALLOCATOR, allocator_settings, num_cpus
-from zeroshard.launch.environment import variable, world_from_env
 
 GIB = 2**30
 # Environment variables that decide over which network ranks communicate, and how.

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nearest, no_text
 
 

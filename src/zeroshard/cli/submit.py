@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from zeroshard.errors import ExitStatus, UserError
-from zeroshard.launch.environment import World, child_environment, preempt_with
+from zeroshard.host.errors import ExitStatus, UserError
+from zeroshard.host.launch.environment import World, child_environment, preempt_with
 from zeroshard.train.config.sections import Config
 
 SIGNAL = signal.SIGUSR1  # on it a run saves, and exits with `ExitStatus.PREEMPTED`

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.base import Communicator, PeerError
 from zeroshard.comm.labels import CONTROL, labelled
-from zeroshard.errors import FirstRankStorageError, UserError, is_of_storage
+from zeroshard.host.errors import FirstRankStorageError, UserError, is_of_storage
 
 DIGEST_BYTES = 7
 STILL_AT_IT_S = 30.0  # interval at which rank 0 tells the others that it is still working

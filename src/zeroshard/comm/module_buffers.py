@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.tensor_broadcast import PendingBroadcasts
-from zeroshard.torch_internals import not_saved, own_buffers, version_of
+from zeroshard.host.torch_internals import not_saved, own_buffers, version_of
 
 BufferSync = Literal["broadcast", "keep"]
 _LABEL = "buffers/step"

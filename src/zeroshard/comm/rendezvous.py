@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from zeroshard.comm.base import PeerError
-from zeroshard.errors import UserError
-from zeroshard.launch import environment
-from zeroshard.launch.environment import World
-from zeroshard.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch import environment
+from zeroshard.host.launch.environment import World
+from zeroshard.host.launch.process_group import COLLECTIVE_TIMEOUT_S, init_process_group, meet, shutdown
 
 RENDEZVOUS_S = 100.0  # how long ranks of a run wait for the next rank to connect
 JOIN_S = 600.0  # those of a user's own loop, where a rank may do other things before

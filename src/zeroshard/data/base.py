@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroshard import rules
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.settings import rules
 
 IGNORED = -100  # target of a position without one: the default ignore_index of torch's cross_entropy
 # Tokens, targets, the loss's weight (0-dim); and positions if rows are packed.

@@ -40,8 +40,8 @@ from torch import distributed as dist
 
 from zeroshard.data import order
 from zeroshard.data.base import IGNORED, EvalBatch, Rows, TextRows, part_of
-from zeroshard.errors import UserError
-from zeroshard.launch.environment import world_from_env
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import world_from_env
 
 
 class RowBatches:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from zeroshard.data.chosen_files import choose
 from zeroshard.data.files import FileFacts, Fingerprint, facts_of
 from zeroshard.data.tables import corpus_identity
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_binary
 
 _HEADER_INTS = 256

@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from zeroshard.data.mapped_pages import MappedPages
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 # A row of a shuffled corpus reads its blocks: larger ones cost more for it, smaller ones hash slower.
 BLOCK_BYTES = 1 << 16

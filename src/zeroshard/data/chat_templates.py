@@ -33,7 +33,7 @@ from zeroshard.data.special_tokens import (
     special_tokens_of,
 )
 from zeroshard.data.template_worker import MEMORY_BYTES, MOST_CHARACTERS, Messages, Span, Task
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 from zeroshard.host.regular_files import read_text, write_inside
 
 CHATML = "chatml"

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from zeroshard.data.files import is_address, suffix_of
 from zeroshard.data.tables import TABLE_SUFFIXES, is_table
-from zeroshard.errors import UserError
-from zeroshard.masked_addresses import is_masked
+from zeroshard.host.errors import UserError
+from zeroshard.host.masked_addresses import is_masked
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 _COLUMNS = (".arrow", ".feather", ".orc", ".avro", ".xlsx")

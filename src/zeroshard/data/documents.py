@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zeroshard.data.files import Fingerprint
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_binary
 
 CHUNK_BYTES = 1 << 20  # fixed, because the ids depend on it: a tokenizer encodes each chunk separately

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from zeroshard.errors import UserError
 from zeroshard.host import regular_files
+from zeroshard.host.errors import UserError
 
 Result = TypeVar("Result")
 

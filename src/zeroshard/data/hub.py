@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from zeroshard.data.files import FileFacts, answers, facts_of, require_package
 from zeroshard.data.registry import SOURCES, SourceRequest
 from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 _AS_PARQUET = "refs/convert/parquet"  # the hub's own conversion of data sets that are scripts
 

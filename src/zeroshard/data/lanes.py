@@ -34,7 +34,7 @@ from zeroshard.data.meta import DTYPES, dtype_for
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import Part, PartReader, Tables, corpus_identity, count_documents
 from zeroshard.data.tokenizer import Tokenizer
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 NUM_LANES = 16  # parts that a turn mixes; each is an open file of the rank that reads it
 READ_THREADS = 2  # threads per rank that read and encode ahead

@@ -23,9 +23,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import open_binary, read_text, write_inside
-from zeroshard.masked_addresses import masked
 
 FORMAT_VERSION = 1
 META_NAME = "meta.json"

@@ -60,7 +60,7 @@ from zeroshard.data.work_folder import (
     without_rules,
     work_folder,
 )
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 from zeroshard.host.process import num_cpus
 from zeroshard.host.regular_files import write_inside
 

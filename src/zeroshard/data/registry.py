@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zeroshard.lazily import made_at
+from zeroshard.host.lazily import made_at
 
 
 @dataclass(frozen=True)

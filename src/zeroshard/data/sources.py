@@ -33,8 +33,8 @@ from zeroshard.data.files import Fingerprint, facts_of
 from zeroshard.data.hub import parse_hub_name
 from zeroshard.data.registry import SOURCES, SourceRequest, SyntheticSize, is_hub_name, source_entry
 from zeroshard.data.tables import Tables
-from zeroshard.errors import UserError, unknown_name
-from zeroshard.lazily import is_address as is_module_address
+from zeroshard.host.errors import UserError, unknown_name
+from zeroshard.host.lazily import is_address as is_module_address
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 

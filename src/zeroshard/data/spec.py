@@ -14,8 +14,8 @@ from zeroshard.data.chat_templates import find_template
 from zeroshard.data.files import name_of
 from zeroshard.data.sources import check_source
 from zeroshard.data.tokenizer import check_tokenizer, tokenizer_identity
-from zeroshard.errors import UserError
-from zeroshard.masked_addresses import masked
+from zeroshard.host.errors import UserError
+from zeroshard.host.masked_addresses import masked
 
 FORMATS = ("text", "chat", "prompt")
 

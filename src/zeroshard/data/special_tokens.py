@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import read_text, write_inside
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

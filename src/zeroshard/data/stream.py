@@ -37,7 +37,7 @@ from zeroshard.data import order
 from zeroshard.data.batches import Cut, given_or_alone
 from zeroshard.data.lanes import Gather, Ids, Lanes, Place, Places, StreamedText
 from zeroshard.data.tokens import TokenDataset
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 FIRST_BYTES, MOST_BYTES = 16 << 10, 256 << 10  # text from each lane in the first turn, and in late ones
 _GOLDEN = 0x9E3779B97F4A7C15

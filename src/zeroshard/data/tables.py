@@ -32,7 +32,7 @@ from zeroshard.data.files import (
     require_package,
     suffix_of,
 )
-from zeroshard.errors import UserError, shortened
+from zeroshard.host.errors import UserError, shortened
 from zeroshard.host.regular_files import json_of
 
 if TYPE_CHECKING:

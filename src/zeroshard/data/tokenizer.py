@@ -33,7 +33,7 @@ from zeroshard.data.meta import (
 )
 from zeroshard.data.special_tokens import SpecialTokens, special_tokens_of, write_special_tokens
 from zeroshard.data.tokens import check_texts
-from zeroshard.errors import UserError, shown, unknown_name
+from zeroshard.host.errors import UserError, shown, unknown_name
 from zeroshard.host.regular_files import read_bytes, require_regular, write_inside
 
 if TYPE_CHECKING:

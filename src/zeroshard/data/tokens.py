@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from zeroshard.data.block_checksums import SUM, BlockSums, MappedBlocks, num_blocks
 from zeroshard.data.mapped_pages import MappedPages
 from zeroshard.data.meta import BLOCKS, DTYPES, SPLITS, DataMeta, ShardMeta, SplitMeta, read_meta, sha256_of
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 
 DEFAULT_SHARD_TOKENS = 100_000_000
 _READ_BYTES = 1 << 20

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from zeroshard.data.files import Fingerprint
 from zeroshard.data.meta import META_NAME, read_meta
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 from zeroshard.host.regular_files import flush, json_of, open_regular, read_text, write_inside
 
 

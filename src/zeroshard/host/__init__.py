@@ -1,1 +1,1 @@
-"""The process and the operating system below it: memory of the host, files, finalizers, the garbage collector."""
+"""What all else stands on: the process and the system below it, torch's internals, lines of text, starting ranks."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 GIB = 2**30
 PROC = Path("/proc")

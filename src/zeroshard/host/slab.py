@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.errors import UserError
 from zeroshard.host import host_memory
+from zeroshard.host.errors import UserError
 from zeroshard.host.finalizers import Finalizer, settle
 
 ALIGNMENT_BYTES = 64  # a cache line; vector instructions of a CPU want no more

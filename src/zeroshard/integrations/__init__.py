@@ -1,6 +1,6 @@
-"""Uses the engine in the training loops of Accelerate and `transformers.Trainer`.
+"""Other programs: the engine in their training loops; their settings and weights imported, ours exported to them.
 
-Each module needs the package that it is named after. Users import it themselves; nothing in zeroshard imports it.
+The modules of training loops need the package that they are named after. Users import them; nothing in zeroshard does.
 
 - `zeroshard.integrations.accelerate`: an `Accelerator` whose ``prepare`` shards.
 - `zeroshard.integrations.transformers`: a `Trainer` that shards, saves and resumes through the engine.

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
 
 from zeroshard.checkpoint import load, save
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of
 from zeroshard.zero import Zero
 from zeroshard.zero.optimizers.adoption import take_over

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor
 
-from zeroshard.torch_internals import as_plain, tree_leaves
+from zeroshard.host.torch_internals import as_plain, tree_leaves
 
 _IGNORED = -100  # a label that does not count
 _LABELS = ("labels", "shift_labels")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.named_shards import named_state
-from zeroshard.torch_internals import IncompatibleKeys
+from zeroshard.host.torch_internals import IncompatibleKeys
+from zeroshard.optim.named_shards import named_state
 from zeroshard.zero import Zero
 
 

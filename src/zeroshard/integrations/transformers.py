@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"{__name__}: {error.name} is not installed; pip install 'zeroshard[accelerate]'") from None
 
 from zeroshard.checkpoint import load, save
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.integrations.accelerate import SHARDS, Accelerator, of_first_rank
 from zeroshard.integrations.own_rows import LabelCount, OwnRows, without_labels
 from zeroshard.integrations.plugin import ZeroPlugin, engine_of

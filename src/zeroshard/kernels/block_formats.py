@@ -44,7 +44,7 @@ from torch import Tensor
 from zeroshard.kernels.block_kernels import GOLDEN, LARGEST_NOISE, NOISE_HASH, TINY, dequantise_blocks, quantise_blocks
 from zeroshard.kernels.checks import check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.wire_formats import BLOCK, LARGEST, MOST_IN_BLOCK, SCALE_BYTES, BlockFormat, DtypeFormat, Format
+from zeroshard.settings.wire_formats import BLOCK, LARGEST, MOST_IN_BLOCK, SCALE_BYTES, BlockFormat, DtypeFormat, Format
 
 _CHUNK = 1 << 17  # elements that the reference quantises at a time: they fit in a cache
 _NUM_NOISES = 1 << 16
@@ -245,7 +245,7 @@ def quantise(
         values: ``[n]`` contiguous, fp16, bf16, fp32 or fp64; fp64 is rounded to fp32 first.
         packed: output ``[form.num_bytes(n)]`` uint8, aligned to 4 bytes.
         form: the format.
-        key: key of stochastic rounding, from `zeroshard.wire_formats.rounding_key`; None: round to nearest. A
+        key: key of stochastic rounding, from `zeroshard.settings.wire_formats.rounding_key`; None: round to nearest. A
             `DtypeFormat` always rounds to nearest.
         kernels: backend; see `zeroshard.kernels.use_kernels`.
 

@@ -32,8 +32,8 @@ from platform import machine
 import torch
 from torch import Tensor, nn
 
+from zeroshard.host.launch.environment import variable
 from zeroshard.host.regular_files import open_regular
-from zeroshard.launch.environment import variable
 
 # One rounding for each operation, as in PyTorch. The third and fourth let roots and comparisons become vectors.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED, is_compiled, is_traced
 
 Backend = Literal["reference", "triton"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import json_of, open_binary
-from zeroshard.masked_addresses import masked
 from zeroshard.train.records.records import StepRecord
 
 NAMED = "val_loss/"  # prefix of the losses of additional validation sets, by name

@@ -38,9 +38,9 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import NetnsNodes
 from zeroshard.host.regular_files import open_regular
-from zeroshard.launch.environment import NetnsNodes
 
 LOCKS = Path("/run/zeroshard")
 MAX_NETWORKS, MAX_NODES = 250, 250  # each is an octet of an address

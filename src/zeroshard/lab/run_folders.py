@@ -21,9 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import json_of, read_text, toml_of
 from zeroshard.lab.metrics_log import Evaluation, number_of, read_log, why_unread
-from zeroshard.masked_addresses import masked
 from zeroshard.train.config.toml import RESOLVED, as_resolved
 from zeroshard.train.records.log_files import METRICS, SUMMARY
 from zeroshard.train.records.records import StepRecord

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
 from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zero
 from zeroshard.models.cache import KVCache

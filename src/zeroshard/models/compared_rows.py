@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.agree import largest
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.torch_internals import runs_eagerly
 from zeroshard.models.sequence_comparison import Run, can_compare, require_same
 from zeroshard.models.sequence_parallel import SequenceParallel
-from zeroshard.torch_internals import runs_eagerly
 
 
 class ComparedRows:

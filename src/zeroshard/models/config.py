@@ -11,7 +11,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 if TYPE_CHECKING:
     from zeroshard.kernels import Choice

@@ -23,7 +23,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.models.attention import takes_blocks
 from zeroshard.models.base import LanguageModel, Part, fill_constant_, fill_normal_, materialize, shapes_only

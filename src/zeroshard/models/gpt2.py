@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 from zeroshard.kernels import Choice, LayerNorm
 from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache

@@ -33,8 +33,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark, Streams
 from zeroshard.host.finalizers import Finalizer
 from zeroshard.host.slab import Slab, room
+from zeroshard.host.torch_internals import breaks_graphs, storage_id, version_of
 from zeroshard.kernels.launch import is_traced
-from zeroshard.torch_internals import breaks_graphs, storage_id, version_of
 
 CATEGORY = "host_inputs"  # of this memory, among the bytes that a run records
 Slot = tuple[Slab, Tensor, Mark]  # host memory, its bytes, and a mark behind their last use

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice, RMSNorm, rope, swiglu
 from zeroshard.models.attention import attend_in
 from zeroshard.models.cache import LayerCache

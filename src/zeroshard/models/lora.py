@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError, nearest_name
+from zeroshard.host.errors import UserError, nearest_name
 from zeroshard.models.adapters import ADAPTER, Lora, is_adapter
 from zeroshard.models.base import LanguageModel, materialize, shapes_only
 from zeroshard.models.head import Head

@@ -18,8 +18,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import UserError, nearest_name
-from zeroshard.lazily import is_address, loaded, made_at
+from zeroshard.host.errors import UserError, nearest_name
+from zeroshard.host.lazily import is_address, loaded, made_at
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.hugging_face.folder import is_hugging_face
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.inputs_on_host import OnHost
 
 _aten: Any = torch.ops.aten

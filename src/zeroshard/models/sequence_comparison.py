@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.comm import NullCommunicator, PeerError
 from zeroshard.comm.agree import by_rank
 from zeroshard.data.base import part_of
-from zeroshard.errors import UserError, is_out_of_memory
-from zeroshard.uncompiled import eagerly
+from zeroshard.host.errors import UserError, is_out_of_memory
+from zeroshard.host.uncompiled import eagerly
 
 if TYPE_CHECKING:
     from zeroshard.models.sequence_parallel import SequenceParallel

@@ -33,11 +33,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from zeroshard import rules
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.uncompiled import uncompiled
+from zeroshard.settings import rules
 
 LABEL = "attention/sequence"  # of the all-to-alls, in records and plans
 

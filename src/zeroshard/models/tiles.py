@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 LEAST_TOKENS = 256  # of a tile that is chosen here: products of fewer rows waste a GPU
 # Layers of `transformers` that compute for each token alone, by the names of their classes. Add your own.

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.host.torch_internals import runs_eagerly
 from zeroshard.kernels import state_codes
 from zeroshard.kernels.adamw8bit import AdamWOptions, Codes, adamw8bit
-from zeroshard.optimizer_classes.reach import ALL_NDIMS, OptimizerKind, Reach
-from zeroshard.torch_internals import runs_eagerly
+from zeroshard.optim.classes.reach import ALL_NDIMS, OptimizerKind, Reach
 
 ADAMW_STATES = frozenset({"step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"})
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)

@@ -42,9 +42,9 @@ from zeroshard.kernels.state_codes import (
     encoded,
     num_blocks,
 )
-from zeroshard.named_shards import LAYOUT, ShardReader
-from zeroshard.optimizer_classes.kept_states import CHECKPOINT, KeptStates, ParamFacts
-from zeroshard.optimizer_classes.saved_states import may_need_conversion
+from zeroshard.optim.classes.kept_states import CHECKPOINT, KeptStates, ParamFacts
+from zeroshard.optim.classes.saved_states import may_need_conversion
+from zeroshard.optim.named_shards import LAYOUT, ShardReader
 
 _log = logging.getLogger("zeroshard.checkpoint")
 _BLOCK = 256  # of a class with codes that has no setting of that name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroshard.lazily import lazy_names
+from zeroshard.host.lazily import lazy_names
 
 if TYPE_CHECKING:
     from zeroshard.parallel.base import Setup as Setup

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
-from zeroshard.local_steps.settings import LocalSteps
-from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.optim.named_shards import NamedShard, ShardReader
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.engine import Accumulate
+from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.offload.settings import Offload
 
 

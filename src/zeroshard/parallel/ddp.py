@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
-from zeroshard.named_shards import (
+from zeroshard.optim.classes.saved_states import grouped_facts, read_states, states_kept
+from zeroshard.optim.named_shards import (
     NamedShard,
     ShardReader,
     named_groups,
@@ -34,7 +35,6 @@ from zeroshard.named_shards import (
     tied_names,
 )
 from zeroshard.optim.state_conversion import as_kept
-from zeroshard.optimizer_classes.saved_states import grouped_facts, read_states, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.zero.ema.average import EMA, Ema
 

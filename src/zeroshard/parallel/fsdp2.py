@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
-from zeroshard.named_shards import (
+from zeroshard.optim.classes.kept_states import alike
+from zeroshard.optim.classes.saved_states import grouped_facts, states_kept
+from zeroshard.optim.named_shards import (
     MODEL_KINDS,
     NamedShard,
     ShardReader,
@@ -38,8 +40,6 @@ from zeroshard.named_shards import (
     tied_names,
 )
 from zeroshard.optim.state_conversion import as_kept
-from zeroshard.optimizer_classes.kept_states import alike
-from zeroshard.optimizer_classes.saved_states import grouped_facts, states_kept
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import load_average, require_group
 from zeroshard.zero.ema.average import EMA, Ema

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zeroshard.errors import UserError
-from zeroshard.lazily import is_address, made_at
+from zeroshard.host.errors import UserError
+from zeroshard.host.lazily import is_address, made_at
 
 if TYPE_CHECKING:
     from zeroshard.parallel.base import Setup, Strategy

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.named_shards import NamedShard
+from zeroshard.optim.named_shards import NamedShard
 from zeroshard.parallel.base import Setup
 from zeroshard.parallel.ddp import DdpStrategy, require_group
 

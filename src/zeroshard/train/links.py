@@ -16,9 +16,9 @@ import torch
 from zeroshard.comm import Communicator, Link, RingCommunicator, ThrottledCommunicator
 from zeroshard.comm.probe import probe, why_not_comparable
 from zeroshard.comm.shm.shm import ranks_share_host
-from zeroshard.errors import UserError
-from zeroshard.launch.environment import World, enter_node
-from zeroshard.sizes import parse_bandwidth, parse_duration, parse_size
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import World, enter_node
+from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size
 from zeroshard.train.config.sections import LinkConfig
 
 

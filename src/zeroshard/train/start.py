@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 from zeroshard.comm.wrappers.sentinel import peer_error_of
-from zeroshard.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
-from zeroshard.launch.environment import World, world_from_env
-from zeroshard.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung, end_at_once
+from zeroshard.host.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
+from zeroshard.host.launch.environment import World, world_from_env
+from zeroshard.host.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung, end_at_once
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.run import Run

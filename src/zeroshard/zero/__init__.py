@@ -1,25 +1,20 @@
 """The engine: ZeRO stages 0-3 for any module, and any optimizer that works on a part of the elements or tensors.
 
-Names are loaded on first use, so that the command line can ask `zeroshard.rules` without importing torch.
+Names are loaded on first use, so that the command line can ask `zeroshard.settings.rules` without importing torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroshard.lazily import lazy_names
+from zeroshard.host.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.local_steps.outer_steps import OuterStep as OuterStep
-    from zeroshard.local_steps.outer_steps import OuterSteps as OuterSteps
-    from zeroshard.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
-    from zeroshard.local_steps.settings import LocalSteps as LocalSteps
-    from zeroshard.named_shards import NamedShard as NamedShard
-    from zeroshard.named_shards import ShardReader as ShardReader
-    from zeroshard.optimizer_classes.requirements import OptimizerKind as OptimizerKind
-    from zeroshard.optimizer_classes.requirements import Reach as Reach
-    from zeroshard.optimizer_classes.requirements import classify as classify
-    from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
+    from zeroshard.optim.classes.requirements import OptimizerKind as OptimizerKind
+    from zeroshard.optim.classes.requirements import Reach as Reach
+    from zeroshard.optim.classes.requirements import classify as classify
+    from zeroshard.optim.named_shards import NamedShard as NamedShard
+    from zeroshard.optim.named_shards import ShardReader as ShardReader
     from zeroshard.zero.buffers.flat_layout import FlatLayout as FlatLayout
     from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.core.layout import Piece as Piece
@@ -29,10 +24,15 @@ if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
+    from zeroshard.zero.local_steps.outer_steps import OuterStep as OuterStep
+    from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
+    from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError
+    from zeroshard.zero.local_steps.settings import LocalSteps as LocalSteps
     from zeroshard.zero.meta_models import DrawsParts as DrawsParts
     from zeroshard.zero.meta_models import loaded_later as loaded_later
     from zeroshard.zero.offload.settings import Offload as Offload
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
     from zeroshard.zero.rank_groups import RankGroups as RankGroups
+    from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

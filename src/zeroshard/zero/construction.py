@@ -15,7 +15,7 @@ from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.module_buffers import BufferSync
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
-from zeroshard.torch_internals import is_traceable_wrapper_subclass
+from zeroshard.host.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups

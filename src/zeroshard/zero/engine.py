@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard import named_shards
 from zeroshard.comm import Communicator
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
-from zeroshard.named_shards import NamedShard, ShardReader, named_group
+from zeroshard.optim import named_shards
+from zeroshard.optim.named_shards import NamedShard, ShardReader, named_group
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.unit import Unit
@@ -45,8 +45,8 @@ from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 from zeroshard.zero.unit_choice import UnitChoice
 
 if TYPE_CHECKING:
-    from zeroshard.local_steps.outer_steps import OuterSteps
-    from zeroshard.local_steps.settings import LocalSteps
+    from zeroshard.zero.local_steps.outer_steps import OuterSteps
+    from zeroshard.zero.local_steps.settings import LocalSteps
     from zeroshard.zero.offload.settings import Offload
 
 Accumulate = Literal["local", "sharded"]
@@ -81,7 +81,7 @@ class Zero(Engine):
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
             that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
             and rank 0's are saved.
-        local_steps: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.local_steps`.
+        local_steps: let the groups of ``shard_size`` ranks take local steps; see `zeroshard.zero.local_steps`.
         secondary_shard_size: as in `ShardingStrategy`, if ``stage`` is a number.
         reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
@@ -197,7 +197,7 @@ class Zero(Engine):
         whole tensors, such as `torch.optim.Muon`, the parameters move to a layout in which each tensor lies on one
         rank. That is collective, and must happen before the first step of another optimizer of the same units. What a
         class needs is looked up in a table for torch's own classes, declared by the class (``zero_reach``), or else
-        found by a probe on tiny tensors (`zeroshard.optimizer_classes.requirements`).
+        found by a probe on tiny tensors (`zeroshard.optim.classes.requirements`).
 
         Args:
             optimizer_cls: the class.

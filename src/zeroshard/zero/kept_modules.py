@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import nearest_name
-from zeroshard.torch_internals import own_parameters
+from zeroshard.host.errors import nearest_name
+from zeroshard.host.torch_internals import own_parameters
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.module_hooks import cast, tensors_in
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import not_saved, own_buffers, own_parameters, version_of
+from zeroshard.host.torch_internals import not_saved, own_buffers, own_parameters, version_of
 
 Init = Callable[[str, torch.Tensor], None]
 

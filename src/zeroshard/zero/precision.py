@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zeroshard import rules
-from zeroshard.errors import UserError
-from zeroshard.wire_formats import BLOCK, Format, check_block, check_travels, format_of
+from zeroshard.host.errors import UserError
+from zeroshard.settings import rules
+from zeroshard.settings.wire_formats import BLOCK, Format, check_block, check_travels, format_of
 from zeroshard.zero.core.precision import Precision
 
 EXACT_NUMEL = 4096

@@ -5,7 +5,7 @@ training state among themselves. Along a row of the table there, ranks send what
 send. Along a column they all-reduce one shard of the gradients, once per reduction: only ``1 / shard_size`` of the
 model crosses between nodes.
 
-If replicas take local steps (`zeroshard.local_steps`), ranks communicate along a column only at outer steps.
+If replicas take local steps (`zeroshard.zero.local_steps`), ranks communicate along a column only at outer steps.
 
 Zhang et al. 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119, section 3; FSDP calls it hybrid sharding.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroshard import rules
 from zeroshard.comm import Communicator, LocalCommunicator, split
+from zeroshard.settings import rules
 from zeroshard.zero.core import ranks
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.precision import MixedPrecision

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from zeroshard.errors import nearest_name
+from zeroshard.host.errors import nearest_name
 
 # Modules, or what names them: a class, a class's name, a path such as "transformer.h", or "auto".
 UnitChoice = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]

@@ -14,7 +14,7 @@ from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.tokenizer import ByteTokenizer
 from zeroshard.data.tokens import verify
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 def spec_of(path, **changes):

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from zeroshard.cli.verbs import laboratory
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.bench import conversions, device, disk, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
-from zeroshard.wire_formats import FORMATS
+from zeroshard.settings.wire_formats import FORMATS
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.disk import DiskStates
 

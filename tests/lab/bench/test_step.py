@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.bench import step
 from zeroshard.lab.bench.settings import StepBench
 

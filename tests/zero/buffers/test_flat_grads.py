@@ -3,7 +3,7 @@ import torch
 
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.torch_internals import storage_id
+from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.buffers import small_grads
 from zeroshard.zero.buffers.flat_grads import FlatGrads

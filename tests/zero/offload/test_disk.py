@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm import NullCommunicator
-from zeroshard.errors import ExitStatus, UserError, path_line
+from zeroshard.host.errors import ExitStatus, UserError, path_line
 from zeroshard.host.finalizers import settle
 from zeroshard.zero import Offload, Zero
 from zeroshard.zero.offload import disk

@@ -9,8 +9,8 @@ from torch import nn
 import zeroshard
 from estimating import Estimates
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero import Zero
+from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer
 
 NUM_STEPS = 12
 torch.manual_seed(0)

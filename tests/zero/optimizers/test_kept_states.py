@@ -11,7 +11,7 @@ import zeroshard
 from same_results import Saved
 from zeroshard import Zero
 from zeroshard.comm import LocalCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel import Setup, build_strategy
 
 OPTIMIZERS = {

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 import zeroshard
 from zeroshard.comm import run_threads
-from zeroshard.sharded_optimizer.optimizer import ShardedOptimizer
 from zeroshard.zero import Offload, Zero
+from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer
 
 NUM_STEPS, MIDDLE = 6, 3
 torch.manual_seed(0)

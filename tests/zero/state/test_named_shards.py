@@ -7,7 +7,7 @@ from torch import nn
 from nets import Net, muon_and_adamw, odd_net, rows
 from same_results import Saved
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.zero import STAGES, NamedShard, Zero
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 

@@ -13,7 +13,7 @@ from late import late
 from zero.transport.wire_runs import batch, net, steps
 from zeroshard import checkpoint
 from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
-from zeroshard.wire_formats import BlockFormat
+from zeroshard.settings.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.buffers.changed_values import bit_sums
 

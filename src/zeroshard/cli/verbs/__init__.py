@@ -19,7 +19,7 @@ from zeroshard.cli.verbs.training import (
     submit,
     train,
 )
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.train.config.command_settings import (
     EvalConfig,

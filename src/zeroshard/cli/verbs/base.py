@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from zeroshard.cli.flags import flags_of, read_flags
-from zeroshard.columns import printable
-from zeroshard.errors import UserError, shortened
-from zeroshard.masked_addresses import masked
+from zeroshard.host.columns import printable
+from zeroshard.host.errors import UserError, shortened
+from zeroshard.host.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS
@@ -44,7 +44,7 @@ def say(line: str, *, all_ranks: bool = False) -> None:
     If our launcher started this rank, the launcher prints the line. Otherwise rank 0 prints it, or every rank if
     ``all_ranks``.
     """
-    from zeroshard.launch import environment
+    from zeroshard.host.launch import environment
 
     line = shortened(" ".join(map(shortened, masked(line).split())), LONGEST_LINE)
     line = printable(line)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from zeroshard.cli.flags import flags_of
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.train.config.registered import names_among
 from zeroshard.train.config.validate import fields_by_name, nearest
 

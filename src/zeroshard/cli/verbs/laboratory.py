@@ -11,14 +11,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from zeroshard import columns
 from zeroshard.cli.flags import Flag, flags_of, read_flags, take_option
 from zeroshard.cli.verbs.base import Verb
 from zeroshard.cli.verbs.help import default_in_words, help_of, named, usage, values_in_words, wrapped
 from zeroshard.cli.verbs.training import require_there, written
 from zeroshard.cli.verbs.waiting import waiting
-from zeroshard.errors import ExitStatus, UserError, warn
-from zeroshard.host import process
+from zeroshard.host import columns, process
+from zeroshard.host.errors import ExitStatus, UserError, warn
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.sections import SHORTHANDS

@@ -13,10 +13,10 @@ import psutil
 from zeroshard.cli.flags import take_option
 from zeroshard.cli.submit import SubmitConfig
 from zeroshard.cli.verbs.base import checked_settings, read_file, say
-from zeroshard.errors import ExitStatus, UserError, path_line, warn
 from zeroshard.host import process
+from zeroshard.host.errors import ExitStatus, UserError, path_line, warn
 from zeroshard.parallel.registry import STRATEGIES
-from zeroshard.sizes import parse_nnodes
+from zeroshard.settings.sizes import parse_nnodes
 from zeroshard.train.config.command_settings import (
     EvalConfig,
     ExportConfig,
@@ -28,7 +28,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import require_data
 
 if TYPE_CHECKING:
-    from zeroshard.launch.environment import NetnsNodes
+    from zeroshard.host.launch.environment import NetnsNodes
 
 NUM_STAGES = 4
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
@@ -40,7 +40,7 @@ LEAST_BYTES_OF_A_RANK = 32 * 2**20  # private memory, even of a rank forked from
 
 def train(config: TrainConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard train`: as a rank, or as the launcher that starts the ranks."""
-    from zeroshard.launch import environment, rank_exit, rendezvous_address, start_ranks
+    from zeroshard.host.launch import environment, rank_exit, rendezvous_address, start_ranks
 
     require_data(config.data)
     process.prepare_torch()
@@ -110,7 +110,7 @@ def _nodes(config: TrainConfig) -> AbstractContextManager[NetnsNodes | None]:
     if config.link.mode != "netns":
         return nullcontext()
     from zeroshard.lab.network import nodes
-    from zeroshard.sizes import parse_bandwidth, parse_duration, parse_size
+    from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size
 
     link = config.link
     return nodes(
@@ -140,26 +140,26 @@ def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:
 def generate(config: GenerateConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard generate`: prints text as it is drawn."""
     require_there("run", config.run, RUN)
-    from zeroshard.inference.generate import run_generate
+    from zeroshard.train.inference.generate import run_generate
 
     return run_generate(config)
 
 
 def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard eval`: prints loss, perplexity and bits per byte."""
-    from zeroshard.launch import environment, rank_exit, start_ranks
+    from zeroshard.host.launch import environment, rank_exit, start_ranks
 
     process.prepare_torch()
     if environment.world_from_env() is None and config.nproc > 1:
         require_room(config.nproc)
-        imports = ("zeroshard.inference.evaluation",)
+        imports = ("zeroshard.train.inference.evaluation",)
         ending = start_ranks.launch_workers(argv, config.nproc, config.port, imports=imports)
         if ending.line:
             say(ending.line)
         return ending.status
     require_there("run", config.run, RUN)
     with rank_exit.ended_with_launcher():
-        from zeroshard.inference.evaluation import run_eval
+        from zeroshard.train.inference.evaluation import run_eval
 
         return run_eval(config)
 
@@ -167,7 +167,7 @@ def evaluate(config: EvalConfig, argv: Sequence[str]) -> int:
 def export(config: ExportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard export`: writes a Hugging Face folder from a run."""
     require_there("source", config.source, "give a run folder or a checkpoint")
-    from zeroshard.interop.hf_export import run_export
+    from zeroshard.integrations.hf_export import run_export
 
     return written(config.out, lambda: run_export(config))
 
@@ -175,7 +175,7 @@ def export(config: ExportConfig, argv: Sequence[str]) -> int:
 def import_model(config: ImportConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard import`: makes a run from a Hugging Face or nanoGPT model."""
     require_there("source", config.source, "give a model's folder, or nanoGPT's ckpt.pt")
-    from zeroshard.interop.hf_import import run_import
+    from zeroshard.integrations.hf_import import run_import
 
     return written(config.out, lambda: run_import(config))
 
@@ -208,7 +208,7 @@ def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
 
 def import_config(config: None, words: Sequence[str]) -> int:
     """Run `zeroshard import-config`: prints DeepSpeed's settings as ours."""
-    from zeroshard.interop.deepspeed import run_import_config
+    from zeroshard.integrations.deepspeed import run_import_config
 
     return run_import_config(words)
 

@@ -43,9 +43,9 @@ from zeroshard.comm.base import Groups, PeerError, Work, own_group
 from zeroshard.comm.queued.latch import Latch
 from zeroshard.comm.queued.messages import members, own_store
 from zeroshard.comm.ring.handshake import MOST_STRANGERS, SECRET_BYTES, Listener, introduce
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.finalizers import Finalizer
-from zeroshard.launch.environment import variable
+from zeroshard.host.launch.environment import variable
 
 AT_ONCE_BYTES = 64 << 10  # up to this size the caller's thread sends, as much as the kernel takes without blocking
 _HEADER = struct.Struct("!qq")  # topic of a message, and its length in bytes

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.base import PeerError
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_regular
 
 LOST = 0  # the counter in which a rank reports a lost peer: that peer's number plus one

@@ -31,7 +31,7 @@ from zeroshard.comm.queued.queued import QueuedCommunicator
 from zeroshard.comm.reductions import COMBINE, Combine
 from zeroshard.comm.shm.mapped import Segment
 from zeroshard.comm.shm.slots import NUM_COUNTERS, NUM_SLOTS, SLOT_BYTES, Slots
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 DIRECT_BYTES = 256 << 10  # of the unsharded tensor; below it, an offer's two rounds of counters cost more than copies
 _CACHED_BYTES = 256 << 10  # size of a partial sum that stays in the caches

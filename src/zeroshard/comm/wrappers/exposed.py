@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.comm.labels import CONTROL, is_on_side_stream
 from zeroshard.comm.wrappers.stopwatch import Stopwatch
-from zeroshard.torch_internals import in_backward
+from zeroshard.host.torch_internals import in_backward
 
 
 class Exposed:

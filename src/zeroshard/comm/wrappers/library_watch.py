@@ -20,7 +20,7 @@ from zeroshard.comm.base import Communicator
 from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.comm.wrappers.place import place_of_main_thread
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, sentinel_of
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 
 GRACE_S = 10.0  # from a fault to the end of a process that does not raise it
 EXIT_S = 2.0  # how long a process that has raised one may take to exit: gloo waits for its collectives there
@@ -47,7 +47,7 @@ def watched(comm: Communicator) -> Communicator:
 
     def end(line: str, found_here: bool) -> None:
         if not raised.wait(GRACE_S):
-            from zeroshard.launch.rank_exit import end_as_peer_lost  # a library is imported without it
+            from zeroshard.host.launch.rank_exit import end_as_peer_lost  # a library is imported without it
 
             end_as_peer_lost(f"rank {comm.rank}: {line}; this rank is {place_of_main_thread()}", True)
 
@@ -62,7 +62,7 @@ class _Raised(threading.Event):
     def set(self) -> None:
         """Set it."""
         if not self.is_set():
-            from zeroshard.launch.rank_exit import end_by_kernel
+            from zeroshard.host.launch.rank_exit import end_by_kernel
 
             atexit.register(end_by_kernel, EXIT_S, int(ExitStatus.FAILED))
         super().set()

@@ -27,7 +27,7 @@ from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS
 from zeroshard.data.tables import Part, PartReader, Tables, is_list
 from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 BY_EXAMPLE = "examples-1"  # the name of the split's rule in `meta.json`
 _AT_ONCE = 256  # examples that are encoded together

@@ -22,7 +22,7 @@ from zeroshard.data.examples.packing import pack
 from zeroshard.data.examples.store import Examples, require_plain
 from zeroshard.data.meta import read_meta
 from zeroshard.data.tokens import TokenDataset
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 
 @dataclass(frozen=True)

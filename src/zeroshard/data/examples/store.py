@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zeroshard.data.examples.encode import Encoded
 from zeroshard.data.meta import COUNTS, ENDS, DataMeta, ExamplesMeta, read_meta
 from zeroshard.data.tokens import TokenDataset, TokenWriter, check_sha256, check_size
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 _END = np.dtype("<i8")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroshard.data.chat_templates import OpenTemplate
 from zeroshard.data.template_worker import Span
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROW = 'write each row as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'

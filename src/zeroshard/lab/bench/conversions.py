@@ -6,7 +6,7 @@
     sum                         received pieces added to a rank's own in fp32
 
 The implementation is the one that the engine uses on that device: PyTorch on a CPU, Triton kernels on a GPU. Blocks
-have the default size, `zeroshard.wire_formats.BLOCK`.
+have the default size, `zeroshard.settings.wire_formats.BLOCK`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeroshard.kernels import dequantise, dequantised_sum, quantise
 from zeroshard.lab.predict.conversions import CONVERSIONS, Conversion
-from zeroshard.wire_formats import FORMATS, BlockFormat, rounding_key
+from zeroshard.settings.wire_formats import FORMATS, BlockFormat, rounding_key
 
 SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements of a small buffer, and of a unit's buffer
 NUM_RECEIVED = 2  # pieces that are added to a rank's own

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.comm.registry import comm_entry
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 T = TypeVar("T")
 

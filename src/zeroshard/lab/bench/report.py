@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.host.process import num_cpus
 
 Row = dict[str, Any]  # serialisable as JSON: a `Spread` is stored as a dict

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.registry import COMMUNICATORS
-from zeroshard.errors import UserError
 from zeroshard.host import gc_frequency
+from zeroshard.host.errors import UserError
 from zeroshard.lab.bench.ranks import chosen_device, close, communicator, on_ranks, synchronise
 from zeroshard.lab.bench.report import Column, Report, Row, Spread, milliseconds, spread_of
 from zeroshard.lab.bench.settings import StepBench

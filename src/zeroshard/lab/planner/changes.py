@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe
 from zeroshard.lab.planner.fit import chosen, fitted
 from zeroshard.lab.planner.levers import levers

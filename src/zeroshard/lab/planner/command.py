@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner import next_command
 from zeroshard.lab.planner.advice import recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal

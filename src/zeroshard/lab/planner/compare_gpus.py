@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.lab.planner.advice import GIB, describe
 from zeroshard.lab.planner.plan_rows import Plan
 from zeroshard.lab.planner.price import Cost, count, dollars, duration

@@ -7,11 +7,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard import rules
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.sizes import parse_size
+from zeroshard.settings import rules
+from zeroshard.settings.sizes import parse_size
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
 from zeroshard.train.config.sections import TILES, Config, Count, LoraConfig, ModelConfig, Tiles

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.columns import columns
+from zeroshard.host.columns import columns
 from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
@@ -16,7 +16,7 @@ from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
-from zeroshard.wire_formats import BlockFormat
+from zeroshard.settings.wire_formats import BlockFormat
 
 FITTED = "fitted to published runs on such devices"
 ONE_RUN = "one published run, of which not all is said"

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zeroshard import rules
-from zeroshard.columns import columns
-from zeroshard.errors import UserError
+from zeroshard.host.columns import columns
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.advice import GIB, describe
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.levers import Lever, levers, off_the_device
@@ -23,6 +22,7 @@ from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.lab.planner.ways import Ways
+from zeroshard.settings import rules
 from zeroshard.train.config.config import merge
 from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.validate import nested, validate

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.request import uncompiled
 from zeroshard.models import LanguageModel
-from zeroshard.rules import left_uncompiled_with
+from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.zero import Offload
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from zeroshard.columns import columns
-from zeroshard.errors import UserError
+from zeroshard.host.columns import columns
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.inverse import Answer
 from zeroshard.lab.planner.levers import levers, off_the_device

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.models.hugging_face.folder import PREFIX, is_hugging_face

@@ -13,8 +13,7 @@ from typing import Unpack
 
 from torch import nn
 
-from zeroshard import rules
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.host_memory import require_memory
 from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
@@ -22,6 +21,7 @@ from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
 from zeroshard.lab.planner.request import Given
 from zeroshard.lab.planner.ways import Ways
+from zeroshard.settings import rules
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
 

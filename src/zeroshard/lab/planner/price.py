@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 
 BILLION = 1e9
 MOST_PER_H = 1e6

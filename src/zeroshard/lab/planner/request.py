@@ -10,8 +10,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from zeroshard import rules
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster
@@ -22,7 +21,8 @@ from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Softwa
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
-from zeroshard.sizes import parse_size
+from zeroshard.settings import rules
+from zeroshard.settings.sizes import parse_size
 from zeroshard.train.profiling.devices import FP8
 from zeroshard.zero import MixedPrecision, Offload
 from zeroshard.zero.unit_choice import UnitChoice, choose_units

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import Device

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_fraction import chosen_fraction, trace_of
 from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of

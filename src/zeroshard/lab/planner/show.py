@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import add
 
-from zeroshard.columns import columns, fitted
+from zeroshard.host.columns import columns, fitted
 from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.predict.workload import Workload

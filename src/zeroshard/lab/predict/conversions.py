@@ -30,8 +30,8 @@ import torch
 
 from zeroshard.lab.predict.rates import SUSTAINED
 from zeroshard.lab.predict.work import Work, dtype_name
+from zeroshard.settings.wire_formats import BlockFormat, Format
 from zeroshard.train.profiling.devices import Device
-from zeroshard.wire_formats import BlockFormat, Format
 
 Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]
 CONVERSIONS: tuple[Conversion, ...] = ("quantise", "quantise stochastically", "dequantise", "sum")

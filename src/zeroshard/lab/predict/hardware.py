@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
 from zeroshard.host.regular_files import read_text
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.profiling.devices import DEVICES, GIGA, Device
 

@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroshard.comm import NullCommunicator
 from zeroshard.comm.base import DONE
 from zeroshard.comm.base import Work as Handle
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.torch_internals import in_backward
 from zeroshard.kernels import Choice
 from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
@@ -53,7 +54,6 @@ from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.attention import as_on_gpu
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
-from zeroshard.torch_internals import in_backward
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import UnitSpec, partition
 from zeroshard.zero.kept_modules import cast_around, kept_params

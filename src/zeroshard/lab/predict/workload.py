@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.buffers import Buffer, buffers_of

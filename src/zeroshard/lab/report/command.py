@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 import zeroshard
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.regular_files import write_inside
 from zeroshard.lab.report.entries import ReportContents, gather
 from zeroshard.lab.report.figures import figures_of

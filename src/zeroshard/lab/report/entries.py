@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.lab.report.figure import bandwidth_in_words
 from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
-from zeroshard.sizes import parse_bandwidth
+from zeroshard.settings.sizes import parse_bandwidth
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name

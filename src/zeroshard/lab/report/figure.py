@@ -8,7 +8,7 @@ from math import isfinite, isnan
 from types import MappingProxyType
 from typing import Literal
 
-from zeroshard import sizes
+from zeroshard.settings import sizes
 
 # Okabe and Ito (2008), "Color Universal Design", https://jfly.uni-koeln.de/color/: safe for colour-blind readers.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.regular_files import write_inside
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import RunResult

@@ -26,8 +26,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard.errors import UserError
-from zeroshard.masked_addresses import masked
+from zeroshard.host.errors import UserError
+from zeroshard.host.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
 from zeroshard.train.config.sections import SHORTHANDS, Config

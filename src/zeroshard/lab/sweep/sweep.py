@@ -26,14 +26,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.errors import ExitStatus, UserError
+from zeroshard.host.launch.start_ranks import start_child
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import open_binary, open_inside, open_regular, write_inside
 from zeroshard.lab.run_folders import METRICS, RunResult, read_run
 from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import Case, SweepConfig, cases_of, in_words
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_failure, read_sweep, run_folder
-from zeroshard.launch.start_ranks import start_child
-from zeroshard.masked_addresses import masked
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import flags_for_secrets
 from zeroshard.train.config.named_code import flags_for_code

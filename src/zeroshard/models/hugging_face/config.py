@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.errors import UserError, shown
-from zeroshard.lazily import loaded
+from zeroshard.host.errors import UserError, shown
+from zeroshard.host.lazily import loaded
 from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, missing_transformers, source_of
 from zeroshard.models.quiet_import import quiet_import

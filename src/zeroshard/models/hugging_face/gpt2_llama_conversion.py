@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.gpt2 import LAYER_NORM_EPS, GPT2Config
 from zeroshard.models.llama import LlamaConfig

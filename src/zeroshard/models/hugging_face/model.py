@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice
 from zeroshard.models.base import LanguageModel, Part, flops_per_token, materialize, next_token_loss
 from zeroshard.models.cache import KVCache

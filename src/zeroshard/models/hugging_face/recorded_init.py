@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.base import Part, fill_constant_, fill_drawn_
 
 _BUILDING = threading.RLock()  # a constructor changes settings of the whole process, such as torch's default dtype

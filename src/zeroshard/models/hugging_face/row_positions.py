@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.data.base import part_of
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.torch_internals import own_buffers
 from zeroshard.models.sequence_parallel import SequenceParallel
-from zeroshard.torch_internals import own_buffers
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

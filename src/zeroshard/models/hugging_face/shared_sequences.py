@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError, shown
+from zeroshard.host.errors import UserError, shown
+from zeroshard.host.torch_internals import storage_id
 from zeroshard.models.compared_rows import ComparedRows
 from zeroshard.models.hugging_face.row_positions import (
     by_name,
@@ -32,7 +33,6 @@ from zeroshard.models.hugging_face.row_positions import (
 )
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.sequence_parallel import SequenceParallel
-from zeroshard.torch_internals import storage_id
 
 KERNELS = ("sdpa", "eager")  # of `transformers`, which see no ranks
 PREFIX = "zeroshard_"

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import open_binary, open_regular
 from zeroshard.models.adapters import base_name, is_adapter
 from zeroshard.models.hugging_face.folder import read_json

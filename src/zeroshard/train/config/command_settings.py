@@ -9,9 +9,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import strategies_with
-from zeroshard.sizes import parse_size
+from zeroshard.settings.sizes import parse_size
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import EvaluatingName
 from zeroshard.train.config.sections import Config

@@ -16,13 +16,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard import rules
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
-from zeroshard.sizes import parse_nnodes
+from zeroshard.settings import rules
+from zeroshard.settings.sizes import parse_nnodes
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
 from zeroshard.train.config.offload_settings import OffloadConfig, check_offload

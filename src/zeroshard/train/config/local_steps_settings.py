@@ -2,7 +2,7 @@
 
 A replica is a group of ``shard_size`` ranks. With local steps each replica trains by itself for ``every`` steps. Then
 the replicas take an *outer step*: they average their weight differences, and an outer optimizer applies the mean. See
-`zeroshard.local_steps.local_steps`.
+`zeroshard.zero.local_steps.local_steps`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
-from zeroshard.rules import check_local_steps
+from zeroshard.settings.rules import check_local_steps
 from zeroshard.train.config.sections import Config
 
 # Largest outer_lr / (1 - outer_momentum) for which a run from new weights prints no warning: 1.4 made the loss 2 %

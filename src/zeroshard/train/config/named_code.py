@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from zeroshard.comm.registry import COMMUNICATORS
 from zeroshard.data.registry import SOURCES, is_hub_name
-from zeroshard.errors import UserError, shown
-from zeroshard.lazily import is_address
+from zeroshard.host.errors import UserError, shown
+from zeroshard.host.lazily import is_address
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.parallel.registry import STRATEGIES

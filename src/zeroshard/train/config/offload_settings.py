@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import strategies_with, strategy_entry
-from zeroshard.sizes import parse_size
+from zeroshard.settings.sizes import parse_size
 from zeroshard.train.config.sections import SHORTHANDS, Config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 
 OptimizerName = Literal["adamw", "adamw8bit", "flash-adamw", "muon"]
 IN_8_BITS = frozenset({"adamw8bit", "flash-adamw"})

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticKnownError
 
 from zeroshard.comm.registry import COMMUNICATORS
-from zeroshard.lazily import is_address
+from zeroshard.host.lazily import is_address
 from zeroshard.parallel.registry import STRATEGIES, strategies_with
 
 

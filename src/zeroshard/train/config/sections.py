@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
-from zeroshard.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
+from zeroshard.settings.sizes import parse_bandwidth, parse_count, parse_duration, parse_size
 
 # `model = "NAME"` stands for `model.name = "NAME"`
 SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state"}

@@ -17,7 +17,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import read_text, toml_of
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.validate import by_path, nested, validate

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from zeroshard.errors import UserError, nearest_name, shortened, shown
-from zeroshard.sizes import LARGEST
+from zeroshard.host.errors import UserError, nearest_name, shortened, shown
+from zeroshard.settings.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 

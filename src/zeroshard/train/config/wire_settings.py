@@ -7,11 +7,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from zeroshard import rules
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
+from zeroshard.settings import rules
+from zeroshard.settings.wire_formats import check_block
 from zeroshard.train.config.sections import Config
-from zeroshard.wire_formats import check_block
 
 Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3", "fp8"]
 BLOCK_FORMATS = ("int8", "int4", "e4m3", "fp8")

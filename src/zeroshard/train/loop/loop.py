@@ -23,9 +23,9 @@ import torch
 
 from zeroshard.comm import CONTROL, buffer_bytes, labelled
 from zeroshard.data.base import EvalBatch
-from zeroshard.errors import ExitStatus
 from zeroshard.host import gc_frequency
-from zeroshard.launch.environment import has_launcher, world_from_env
+from zeroshard.host.errors import ExitStatus
+from zeroshard.host.launch.environment import has_launcher, world_from_env
 from zeroshard.train.loop.diagnose import first_not_finite
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.saving import Saving

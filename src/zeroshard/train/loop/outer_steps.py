@@ -17,7 +17,7 @@ import torch
 
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import send_bytes
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.loop.stopping import agreed_stop, as_numbers

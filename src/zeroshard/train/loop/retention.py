@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import find, prune, read_manifest
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 
 
 class Retention:

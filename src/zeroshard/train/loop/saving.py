@@ -14,7 +14,7 @@ from typing import Any
 from zeroshard.checkpoint import BEST, BackgroundSaver, Saved, is_complete, latest, name_best, step_name
 from zeroshard.checkpoint.folder import identity, keep_identity
 from zeroshard.comm.agree import largest
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.host.regular_files import folder_inside
 from zeroshard.train.loop.outer_steps import guards_of_replicas
 from zeroshard.train.loop.retention import Retention, is_skipping

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
-from zeroshard.errors import ExitStatus
+from zeroshard.host.errors import ExitStatus
 from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
 from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run

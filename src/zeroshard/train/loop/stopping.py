@@ -17,8 +17,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from zeroshard.errors import ExitStatus
-from zeroshard.launch.rank_exit import saves_before_end
+from zeroshard.host.errors import ExitStatus
+from zeroshard.host.launch.rank_exit import saves_before_end
 
 _SAID = "stopping after this step; Ctrl-C again ends it at once"
 STOPPED = (ExitStatus.TERMINATED, ExitStatus.INTERRUPTED, ExitStatus.PREEMPTED)

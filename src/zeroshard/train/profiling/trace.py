@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from zeroshard.torch_internals import at_end_of_backward, in_backward, tree_leaves
+from zeroshard.host.torch_internals import at_end_of_backward, in_backward, tree_leaves
 
 
 @contextmanager

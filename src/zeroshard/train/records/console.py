@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from zeroshard.columns import columns
-from zeroshard.errors import warn
-from zeroshard.sizes import bandwidth_in_words, duration_in_words
+from zeroshard.host.columns import columns
+from zeroshard.host.errors import warn
+from zeroshard.settings.sizes import bandwidth_in_words, duration_in_words
 from zeroshard.train.records.records import StepRecord, in_memory
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm import by_kind
-from zeroshard.errors import warn
+from zeroshard.host.errors import warn
 from zeroshard.host.regular_files import LOG_BYTES, is_same, open_inside, read_bytes, write_inside
 from zeroshard.train.records.records import StepRecord
 

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 
 import zeroshard
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import read_text
-from zeroshard.masked_addresses import masked
 
 _PROGRAMS = ("zeroshard", "__main__.py")  # the command, and `python -m zeroshard`
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zeroshard.comm.wrappers.exposed import by_kind
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
+from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import folder_inside, read_text, write_inside
-from zeroshard.masked_addresses import masked
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard import rules
 from zeroshard.comm import Communicator
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.kernels import OPERATIONS, describe
 from zeroshard.kernels.adamw8bit import in_one_pass
 from zeroshard.kernels.dispatch import left_to_compiler
@@ -33,6 +32,7 @@ from zeroshard.models.base import place_buffers
 from zeroshard.models.presets import model_config
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
+from zeroshard.settings import rules
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
 from zeroshard.train.config.offload_settings import OffloadConfig

@@ -23,7 +23,7 @@ import torch
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import largest
 from zeroshard.comm.registry import name_of
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import json_of, read_text, write_inside
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry

@@ -20,9 +20,9 @@ from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.agree import first_rank_does, largest
 from zeroshard.comm.wrappers.stopwatch import Stopwatch
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import World, num_restarts, world_from_env
 from zeroshard.kernels import describe
-from zeroshard.launch.environment import World, num_restarts, world_from_env
 from zeroshard.models import LanguageModel
 from zeroshard.models.compared_rows import compare_rows
 from zeroshard.optim import LossScaler, learning_rate

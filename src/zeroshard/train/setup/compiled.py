@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import UserError, shortened
-from zeroshard.rules import left_uncompiled_with
+from zeroshard.host.errors import UserError, shortened
+from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.train.config.config import CompileBackend, TrainConfig
 
 # On the host of an H100 the first step of GPT-2 124M took 22.8 s as one graph of 12 blocks, and 9.0 s with one code for

@@ -25,7 +25,7 @@ from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
 from zeroshard.data.tokens import check_texts, warn_if_unchecked
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 from zeroshard.host.regular_files import copy_inside, folder_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.run import Corpus

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroshard.data.registry import source_entry
 from zeroshard.data.tokenizer import TOKENIZER_FILE, Tokenizer, known_vocab_size, read_tokenizer, tokenizer_identity
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import (
     config_text,
     copy_text_files,

@@ -19,12 +19,12 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement
 from zeroshard.data.meta import DataMeta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, BpeTokenizer, make_tokenizer
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.folder import PREFIX, config_text, is_hugging_face, source_of, weight_folder
 from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
-from zeroshard.named_shards import ShardReader
+from zeroshard.optim.named_shards import ShardReader
 from zeroshard.parallel import Strategy
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import DataConfig

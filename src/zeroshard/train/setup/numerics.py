@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch import environment
 from zeroshard.host.process import num_cpus
-from zeroshard.launch import environment
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
 from zeroshard.train.setup.compiled import with_compile

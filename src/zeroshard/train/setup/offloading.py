@@ -13,8 +13,8 @@ import torch
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, by_rank, first_rank_does, largest, of_first_rank, send_bytes
-from zeroshard.errors import UserError
 from zeroshard.host import host_memory
+from zeroshard.host.errors import UserError
 from zeroshard.host.host_memory import GIB
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry

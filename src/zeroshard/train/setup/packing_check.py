@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import LanguageModel
 
 # Largest relative change of the loss that counts as none: two units in the last place of fp32. Masked tokens enter sums

@@ -6,13 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from zeroshard.columns import printable
 from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.data.prepare import Progress, prepare
 from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
 from zeroshard.data.tokens import verify, warn_if_unchecked
-from zeroshard.errors import ExitStatus, UserError
+from zeroshard.host.columns import printable
+from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.train.config.data_section import DataConfig, require_data
 
 LINE_S = 10.0  # seconds between progress lines

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.train.config.config import TrainConfig

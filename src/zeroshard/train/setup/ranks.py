@@ -14,10 +14,10 @@ from zeroshard.comm.rendezvous import meet_alike
 from zeroshard.comm.shm.mapped import CAN_SHARE
 from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard
-from zeroshard.errors import UserError
-from zeroshard.launch.environment import World
-from zeroshard.launch.process_group import init_process_group, shutdown
-from zeroshard.launch.rank_exit import end_as_peer_lost
+from zeroshard.host.errors import UserError
+from zeroshard.host.launch.environment import World
+from zeroshard.host.launch.process_group import init_process_group, shutdown
+from zeroshard.host.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.links import Links
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard import checkpoint
-from zeroshard.columns import printable
 from zeroshard.comm import Communicator
-from zeroshard.errors import UserError
+from zeroshard.host.columns import printable
+from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zeroshard import checkpoint
 from zeroshard.data import DataMeta, Tokenizer, load_tokenizer, read_meta
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import link_in, require_regular, write_inside
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from zeroshard import checkpoint
 from zeroshard.checkpoint.diff import differences
 from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
-from zeroshard.columns import columns, printable
-from zeroshard.errors import ExitStatus, UserError
-from zeroshard.masked_addresses import masked
+from zeroshard.host.columns import columns, printable
+from zeroshard.host.errors import ExitStatus, UserError
+from zeroshard.host.masked_addresses import masked
 from zeroshard.train.config.validate import nearest
 from zeroshard.train.records.console import bytes_in_words
 from zeroshard.train.state.folders import checkpoint_folder

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models import LanguageModel
 from zeroshard.models.hugging_face.config import HuggingFaceConfig
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, find_weights
@@ -25,7 +25,7 @@ from zeroshard.models.hugging_face.weights import (
     find_tensors,
     read_elements,
 )
-from zeroshard.named_shards import ShardReader
+from zeroshard.optim.named_shards import ShardReader
 
 
 def reader_of(folder: Path, model: LanguageModel) -> ShardReader:

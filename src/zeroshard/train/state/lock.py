@@ -14,7 +14,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from zeroshard.errors import UserError, warn
+from zeroshard.host.errors import UserError, warn
 from zeroshard.host.regular_files import is_same, json_of, open_inside, read_text
 
 LOCK = "run.lock"

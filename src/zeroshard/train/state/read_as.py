@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
-from zeroshard.named_shards import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.optim.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.parallel import Strategy
 from zeroshard.zero.ema.average import EMA

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.columns import printable
-from zeroshard.errors import UserError
+from zeroshard.host.columns import printable
+from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import json_of, read_text
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
 from zeroshard.train.config.config import TrainConfig

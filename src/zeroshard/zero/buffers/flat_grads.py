@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import empty_for
-from zeroshard.torch_internals import storage_id
+from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.small_grads import SmallGrads

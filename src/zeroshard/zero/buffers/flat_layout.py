@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard import rules
+from zeroshard.settings import rules
 from zeroshard.zero.core import layout
 from zeroshard.zero.core.layout import LEAST_ALIGNED, Piece, Slot
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import empty_for
-from zeroshard.torch_internals import storage_id
-from zeroshard.wire_formats import DtypeFormat
+from zeroshard.host.torch_internals import storage_id
+from zeroshard.settings.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.plain_states import tensors_of
+from zeroshard.optim.classes.plain_states import tensors_of
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 
 Kept = Mapping[str, Sequence[tuple[str, Tensor]]]

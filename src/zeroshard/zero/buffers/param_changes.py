@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import all_in, as_plain, storage_id, version_of, versions_of
+from zeroshard.host.torch_internals import all_in, as_plain, storage_id, version_of, versions_of
 from zeroshard.zero.core.layout import FlatLayout, Slot
 
 if TYPE_CHECKING:

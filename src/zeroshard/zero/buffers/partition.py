@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zeroshard.torch_internals import has_forward_hooks, own_parameters
+from zeroshard.host.torch_internals import has_forward_hooks, own_parameters
 from zeroshard.zero.core import units as by_module
 from zeroshard.zero.unit_choice import UnitChoice, choose_units, is_container
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from zeroshard.wire_formats import Rounding
+from zeroshard.settings.wire_formats import Rounding
 from zeroshard.zero.core.gradients import GradientReducer
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.torch_internals import add_each, copy_each, scale_each, versions_of
+from zeroshard.host.torch_internals import add_each, copy_each, scale_each, versions_of
 from zeroshard.zero.core.layout import FlatLayout
 
 SMALL_NUMEL = 1 << 16  # most elements of a gradient that waits for others

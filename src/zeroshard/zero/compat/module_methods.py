@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import own_buffers, own_parameters
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import own_buffers, own_parameters
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.module_hooks import attach_parts, modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime

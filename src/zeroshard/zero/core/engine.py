@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, labelled
 from zeroshard.comm.backends.torch_dist import communicator
-from zeroshard.torch_internals import IncompatibleKeys
+from zeroshard.host.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.core.hooks import UnitHooks, take_gradients
 from zeroshard.zero.core.optimizer import PieceOptimizer

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from zeroshard.comm import CONTROL, Communicator, Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Streams
-from zeroshard.torch_internals import storage_id
+from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import tree_leaves, tree_map
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import tree_leaves, tree_map
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.core.passes import Passes
 
 

@@ -18,8 +18,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from zeroshard import rules
 from zeroshard.comm import Communicator, Work, reduce_scatter_consuming
+from zeroshard.settings import rules
 
 # Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, the unit of loads, kernels and NCCL.
 ALIGNMENT = 8

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from zeroshard.comm.agree import maxima
 from zeroshard.comm.streams import ByDevice
-from zeroshard.torch_internals import at_end_of_backward
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import at_end_of_backward
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.schedule import ROOT, Cursor, Op, backward_ops
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroshard.wire_formats import check_has_range
+from zeroshard.settings.wire_formats import check_has_range
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroshard import rules
+from zeroshard.settings import rules
 
 
 class Placement(Enum):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Mark, Streams
-from zeroshard.wire_formats import Format
+from zeroshard.settings.wire_formats import Format
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
 from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zeroshard.torch_internals import lerp_each
+from zeroshard.host.torch_internals import lerp_each
 
 EMA = "ema"  # the kind of its tensors in a checkpoint
 

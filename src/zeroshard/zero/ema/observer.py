@@ -8,7 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from zeroshard.comm.every_rank import call_of_every_rank
-from zeroshard.named_shards import ShardReader
+from zeroshard.optim.named_shards import ShardReader
 from zeroshard.zero.buffers.flat_grads import mark_unusable
 from zeroshard.zero.ema.average import EMA, Ema
 from zeroshard.zero.optimizers.state_dict import Stateful

@@ -28,7 +28,7 @@ from zeroshard.comm import PeerError
 from zeroshard.comm.agree import agreement, both_ends, digest_of, first_other, is_one, maxima, require_same, send_bytes
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.comm.operation_log import OperationLog, first_difference
-from zeroshard.torch_internals import as_plain
+from zeroshard.host.torch_internals import as_plain
 from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit

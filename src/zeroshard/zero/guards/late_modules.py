@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from zeroshard.torch_internals import contents_of, own_parameters
+from zeroshard.host.torch_internals import contents_of, own_parameters
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.optimizers.adoption import has_owner
 

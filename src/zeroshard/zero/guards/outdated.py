@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import (
+from zeroshard.host.torch_internals import (
     UNWATCHED,
     as_plain,
     compiler_looks,

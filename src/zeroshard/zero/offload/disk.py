@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.errors import UserError
+from zeroshard.host.errors import UserError
 from zeroshard.host.finalizers import Finalizer, settle
 from zeroshard.host.regular_files import open_regular
 from zeroshard.host.slab import anonymous_pages, room

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import storage_id
+from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.core.layout import view_of
 from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates

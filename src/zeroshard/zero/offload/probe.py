@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.reach import declared
+from zeroshard.optim.classes.reach import declared
 from zeroshard.zero.core.layout import ALIGNMENT
 
 NUM_ELEMENTS = 1024

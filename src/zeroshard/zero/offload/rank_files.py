@@ -11,8 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from zeroshard.errors import UserError, warn
 from zeroshard.host import host_memory
+from zeroshard.host.errors import UserError, warn
 from zeroshard.host.regular_files import open_regular
 from zeroshard.zero.offload.disk import DiskStates, lock
 

@@ -14,8 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from zeroshard.lazily import loaded
-from zeroshard.sizes import parse_size
+from zeroshard.host.lazily import loaded
+from zeroshard.settings.sizes import parse_size
 
 if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import ShardingStrategy

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.optimizers.methods import is_known
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.torch_internals import hooks_of, without_state_hooks
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import hooks_of, without_state_hooks
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State
 from zeroshard.zero.optimizers.operands import Lists, is_called_by_unit

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from zeroshard.optimizer_classes.reach import declared
+from zeroshard.optim.classes.reach import declared
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State, StepOperands, pieces_in
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optimizer_classes.kept_states import ParamFacts
-from zeroshard.optimizer_classes.reach import OptimizerKind, no_class
+from zeroshard.optim.classes.kept_states import ParamFacts
+from zeroshard.optim.classes.reach import OptimizerKind, no_class
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.tensor_broadcast import broadcast_dicts
-from zeroshard.lazily import loaded
-from zeroshard.optimizer_classes.kept_states import is_by_block, require_kept
-from zeroshard.optimizer_classes.plain_states import flat, nested
-from zeroshard.optimizer_classes.saved_states import NEVER_CUT, blocks_of, may_need_conversion
-from zeroshard.torch_internals import without_state_hooks
+from zeroshard.host.lazily import loaded
+from zeroshard.host.torch_internals import without_state_hooks
+from zeroshard.optim.classes.kept_states import is_by_block, require_kept
+from zeroshard.optim.classes.plain_states import flat, nested
+from zeroshard.optim.classes.saved_states import NEVER_CUT, blocks_of, may_need_conversion
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import Piece, Slot
 from zeroshard.zero.core.optimizer import State, pieces_in

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeroshard.torch_internals import hooks_of
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import hooks_of
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.optimizers.operands import OperandsOfSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from zeroshard.torch_internals import at_end_of_backward
+from zeroshard.host.torch_internals import at_end_of_backward
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.core.passes import Forward
 from zeroshard.zero.core.schedule import Cursor, Op

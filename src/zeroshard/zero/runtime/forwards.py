@@ -13,8 +13,8 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from zeroshard.torch_internals import version_of
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import version_of
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.core.passes import Forward
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import as_plain, let_foreach_take
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.torch_internals import as_plain, let_foreach_take
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.param_changes import resized
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker

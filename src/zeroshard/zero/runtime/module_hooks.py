@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.torch_internals import (
+from zeroshard.host.torch_internals import (
     at_end_of_backward,
     base_of,
     in_backward,
@@ -36,7 +36,7 @@ from zeroshard.torch_internals import (
     tree_leaves,
     tree_map,
 )
-from zeroshard.uncompiled import uncompiled
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.core.hooks import UnitHooks, once_per_pass
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
-from zeroshard.torch_internals import in_backward
+from zeroshard.host.torch_internals import in_backward
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes

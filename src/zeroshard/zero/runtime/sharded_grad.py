@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import CONTROL, labelled
-from zeroshard.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
+from zeroshard.host.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
 from zeroshard.zero.core.gradients import norm_of, norm_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
 

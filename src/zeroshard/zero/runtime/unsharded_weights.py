@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from zeroshard.torch_internals import (
+from zeroshard.host.torch_internals import (
     is_functorch_wrapped_tensor,
     set_versions,
     storage_id,

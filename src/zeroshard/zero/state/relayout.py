@@ -14,7 +14,7 @@ from torch import nn
 
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import describe
-from zeroshard.optimizer_classes.plain_states import flat, nested
+from zeroshard.optim.classes.plain_states import flat, nested
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.strategy import ShardingStrategy

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.lazily import loaded
-from zeroshard.named_shards import (
+from zeroshard.host.lazily import loaded
+from zeroshard.optim.classes.kept_states import Kept, is_by_block
+from zeroshard.optim.classes.plain_states import flat, nested
+from zeroshard.optim.classes.saved_states import NEVER_CUT, blocks_of, kept_by, may_need_conversion, read_states
+from zeroshard.optim.named_shards import (
     MODEL_KINDS,
     ROUNDING,
     SCALAR_KINDS,
@@ -27,9 +30,6 @@ from zeroshard.named_shards import (
     read_whole,
     require_shape,
 )
-from zeroshard.optimizer_classes.kept_states import Kept, is_by_block
-from zeroshard.optimizer_classes.plain_states import flat, nested
-from zeroshard.optimizer_classes.saved_states import NEVER_CUT, blocks_of, kept_by, may_need_conversion, read_states
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.optimizers.methods import StateLoad

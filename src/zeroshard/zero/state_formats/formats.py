@@ -23,7 +23,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from zeroshard.kernels.state_codes import CODE_OF, CODES, SCALES, Code
-from zeroshard.optimizer_classes.reach import OF_TORCH, Reach
+from zeroshard.optim.classes.reach import OF_TORCH, Reach
 
 BLOCK = 256
 

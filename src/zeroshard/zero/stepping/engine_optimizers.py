@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.every_rank import call_of_every_rank
-from zeroshard.named_shards import NamedShard, ShardReader, restore_settings
-from zeroshard.optimizer_classes.description import described
-from zeroshard.optimizer_classes.kept_states import CHECKPOINT, KeptStates
+from zeroshard.optim.classes.description import described
+from zeroshard.optim.classes.kept_states import CHECKPOINT, KeptStates
+from zeroshard.optim.named_shards import NamedShard, ShardReader, restore_settings
 from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer

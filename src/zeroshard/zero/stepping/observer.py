@@ -2,7 +2,7 @@
 
 The engine has one list of observers. It tells each of them of the events below, in the order in which they were
 attached, and asks them for what they keep. These are the members: averages of weights
-(`zeroshard.zero.ema.observer`), replicas that take local steps (`zeroshard.local_steps.observer`), and
+(`zeroshard.zero.ema.observer`), replicas that take local steps (`zeroshard.zero.local_steps.observer`), and
 the rule of steps that have the same bits on any number of ranks (`zeroshard.zero.stepping.reproducible`).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.named_shards import NamedShard, ShardReader
+from zeroshard.optim.named_shards import NamedShard, ShardReader
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import Stateful
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
-from zeroshard.wire_formats import Format, Rounding
+from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.plain import BufferFacts, Members
 from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core.gradients import GradientReduction

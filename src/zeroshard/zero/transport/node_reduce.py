@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
-from zeroshard.wire_formats import Format, Rounding
+from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.rank_groups import Nodes
 from zeroshard.zero.transport import wire

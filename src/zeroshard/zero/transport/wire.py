@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
-from zeroshard.lazily import loaded
-from zeroshard.wire_formats import Format, Rounding
+from zeroshard.host.lazily import loaded
+from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout

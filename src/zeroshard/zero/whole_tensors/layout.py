@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard import rules
 from zeroshard.comm import Communicator, Work
 from zeroshard.comm.base import AllOf
-from zeroshard.optimizer_classes.reach import OptimizerKind, Reach
-from zeroshard.optimizer_classes.requirements import classify
+from zeroshard.optim.classes.reach import OptimizerKind, Reach
+from zeroshard.optim.classes.requirements import classify
+from zeroshard.settings import rules
 from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
 from zeroshard.zero.core.layout import ALIGNMENT, Piece, Slot

@@ -1,1 +1,0 @@
-"""Import of other programs' settings and weights, and export of ours in their formats."""
