@@ -10,7 +10,7 @@ from launches import launches_of
 from zeroshard.comm import run_threads
 from zeroshard.models import build_model
 from zeroshard.zero import MixedPrecision, Zero
-from zeroshard.zero.buffers import small_grads
+from zeroshard.zero.core import small_grads
 
 NUM_MICRO = 4
 PLAIN, AS_TRAINED = "each backward reduces", "as the trainer accumulates"

@@ -17,7 +17,7 @@ from zeroshard.checkpoint.host_copies import HostCopies
 from zeroshard.comm.streams import DeviceStreams
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 from zeroshard.zero import precision as precision_module
-from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.transport import wire
 
 NUM_STEPS = 3
@@ -291,7 +291,7 @@ FAULTS = {
     "the reduction does not wait for the gradients": (_forgets("reduce"), Case(2)),
     "memory is taken while weights in it are read": (_does_nothing(DeviceStreams, "freed"), Case(3)),
     "gradients are written while they are reduced": (
-        _does_nothing(FlatGrads, "_vacate_local"),
+        _does_nothing(Gradients, "_vacate_local"),
         Case(1, path="another order"),
     ),
     "what has arrived in a wire format is freed while it is read": (

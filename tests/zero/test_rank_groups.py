@@ -7,7 +7,7 @@ from torch import nn
 from nets import Net, Turn, backward, muon_and_adamw, one_process, rows, train
 from zeroshard.comm import NullCommunicator, labelled, run_threads
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, ShardingStrategy, Zero
-from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.core.gradients import Gradients
 
 SHARDING = [1, 2, 3]
 
@@ -121,7 +121,7 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
     def go(comm, stage):
         rank_groups = RankGroups.of(comm, 2)
         dtype = {"reduced_dtype": torch.float32, "reduce_dtype": torch.float32}
-        grads = FlatGrads("unit", layout, STAGES[stage], rank_groups, device=torch.device("cpu"), **dtype)
+        grads = Gradients("unit", layout, STAGES[stage], rank_groups, device=torch.device("cpu"), **dtype)
         grads.accumulate(0, torch.ones(4))
         grads.accumulate(1, torch.ones(4))
         grads.reduce()

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from zeroshard.optim.classes.requirements import classify as classify
     from zeroshard.optim.named_shards import NamedShard as NamedShard
     from zeroshard.optim.named_shards import ShardReader as ShardReader
-    from zeroshard.zero.buffers.flat_layout import FlatLayout as FlatLayout
     from zeroshard.zero.buffers.unit import Unit as Unit
+    from zeroshard.zero.core.layout import FlatLayout as FlatLayout
     from zeroshard.zero.core.layout import Piece as Piece
     from zeroshard.zero.core.layout import Slot as Slot
+    from zeroshard.zero.core.ranks import RankGroups as RankGroups
     from zeroshard.zero.core.strategy import STAGES as STAGES
     from zeroshard.zero.core.strategy import Placement as Placement
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from zeroshard.zero.meta_models import loaded_later as loaded_later
     from zeroshard.zero.offload.settings import Offload as Offload
     from zeroshard.zero.precision import MixedPrecision as MixedPrecision
-    from zeroshard.zero.rank_groups import RankGroups as RankGroups
     from zeroshard.zero.sharded_optimizer.optimizer import ShardedOptimizer as ShardedOptimizer
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

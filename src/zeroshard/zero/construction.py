@@ -16,15 +16,17 @@ from zeroshard.comm.agree import agreement
 from zeroshard.comm.module_buffers import BufferSync
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.host.torch_internals import is_traceable_wrapper_subclass
-from zeroshard.zero.buffers.partition import UnitSpec, partition
+from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
+from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.meta_models import Init, materialise
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups, check_wire
+from zeroshard.zero.rank_groups import check_wire
 from zeroshard.zero.transport.members import ALL
 from zeroshard.zero.unit_choice import UnitChoice, describe_units
 
@@ -153,7 +155,7 @@ def build_units(
     meta = materialise(model, _default_device(device), init) if any_meta else set()
     fill = dict.fromkeys(meta, init) if init is not None else {}
     with same_on_every_rank(rank_groups.world) as told_units:
-        root_spec, specs = partition(model, units)
+        root_spec, specs = partition_of(model, units)
         told_units += [f"unit {spec.name}" for spec in specs]
     if rank_groups.world.rank == 0:
         _log.info("Zero: %s", describe_units(model, [spec.module for spec in specs]))

@@ -28,6 +28,7 @@ from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.unit import Unit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.ema.observer import attached
@@ -36,7 +37,7 @@ from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups, check_change, check_rank_groups
+from zeroshard.zero.rank_groups import check_change, check_rank_groups
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout

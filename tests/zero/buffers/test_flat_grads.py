@@ -5,14 +5,14 @@ from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
-from zeroshard.zero.buffers import small_grads
-from zeroshard.zero.buffers.flat_grads import FlatGrads
+from zeroshard.zero.core import small_grads
+from zeroshard.zero.core.gradients import Gradients
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
 
 
 def _grads(stage, comm, reduce_dtype=torch.float32, reduced_dtype=torch.float32):
-    return FlatGrads(
+    return Gradients(
         "unit",
         FlatLayout.of(SHAPES, comm.world_size),
         STAGES[stage],
@@ -148,7 +148,7 @@ def _block(stage, comm, dtypes):
     param_dtype, reduce_dtype = dtypes
     layout, device = FlatLayout.of(BLOCK, comm.world_size), torch.device("cpu")
     settings = {"device": device, "reduced_dtype": torch.float32, "reduce_dtype": reduce_dtype}
-    grads = FlatGrads("unit", layout, STAGES[stage], RankGroups.of(comm), **settings)
+    grads = Gradients("unit", layout, STAGES[stage], RankGroups.of(comm), **settings)
 
     def accumulate(seed, slots=range(10)):
         drawn = torch.Generator().manual_seed(seed)

@@ -7,15 +7,14 @@ from torch import nn
 from nets import Net, rows
 from zeroshard.comm import LocalCommunicator, run_threads
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
-from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.core.gradients import clip_, global_norm
+from zeroshard.zero.core.gradients import Gradients, clip_, global_norm
 
 CPU = torch.device("cpu")
 
 
 def _reduced(row, comm, gradient):
     layout, dtype = FlatLayout.of([("a", gradient.shape)], comm.world_size), gradient.dtype
-    grads = FlatGrads("a", layout, row, RankGroups.of(comm), device=CPU, reduced_dtype=dtype, reduce_dtype=dtype)
+    grads = Gradients("a", layout, row, RankGroups.of(comm), device=CPU, reduced_dtype=dtype, reduce_dtype=dtype)
     grads.accumulate(0, gradient)
     grads.reduce()
     grads.wait_for_reduce()

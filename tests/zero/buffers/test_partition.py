@@ -4,7 +4,7 @@ from torch import nn
 
 from nets import TiedHead
 from zeroshard.zero import loaded_later
-from zeroshard.zero.buffers.partition import partition
+from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.meta_models import materialise
 from zeroshard.zero.unit_choice import describe_units
 
@@ -17,8 +17,8 @@ def _names(spec):
 
 def test_units_are_the_elements_of_outermost_module_lists_or_what_a_generator_yields():
     model = TiedHead()
-    assert len(partition(model, (layer for layer in model.layers))[1]) == 2
-    root, units = partition(model, None)
+    assert len(partition_of(model, (layer for layer in model.layers))[1]) == 2
+    root, units = partition_of(model, None)
     assert [unit.name for unit in units] == ["layers.0", "layers.1"]
     assert _names(units[0]) == ["layers.0.0.weight", "layers.0.0.bias", "layers.0.1.weight", "layers.0.1.bias"]
     assert _names(root) == ["embed.weight"]
@@ -34,7 +34,7 @@ def test_units_are_the_elements_of_outermost_module_lists_or_what_a_generator_yi
 )
 def test_units_that_are_not_the_models_or_never_called_are_refused(units, error, message):
     with pytest.raises(error, match=message):
-        partition(TIED, units)
+        partition_of(TIED, units)
 
 
 def test_materialised_parameters_are_nan_take_no_memory_and_stay_tied():
@@ -92,11 +92,11 @@ def test_lists_in_lists_give_the_modules_that_are_called():
     model.stages = nn.ModuleList(
         [nn.ModuleList([nn.Linear(2, 2), nn.ModuleDict({"a": nn.Linear(2, 2)})]), Group(), nn.Linear(2, 2)]
     )
-    root, units = partition(model, None)
+    root, units = partition_of(model, None)
     assert [unit.name for unit in units] == ["stages.0.0", "stages.0.1.a", "stages.1.one", "stages.2"]
     assert _names(root) == ["stages.1.scale"]
     with pytest.raises(ValueError, match=r"^units: 'stages.1' is a container that is never called"):
-        partition(model, [model.stages[1]])
+        partition_of(model, [model.stages[1]])
 
 
 def test_a_buffer_that_no_load_brings_is_not_left_for_later():
@@ -127,22 +127,22 @@ class Pretrained(nn.Module):
 
 def test_blocks_are_found_in_a_sequential_where_there_is_no_list():
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
-    assert [unit.name for unit in partition(nn.Sequential(*blocks), "auto")[1]] == ["0", "1", "2"]
+    assert [unit.name for unit in partition_of(nn.Sequential(*blocks), "auto")[1]] == ["0", "1", "2"]
     head = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-    found = partition(nn.ModuleDict({"body": nn.Sequential(*blocks), "head": head}), "auto")[1]
+    found = partition_of(nn.ModuleDict({"body": nn.Sequential(*blocks), "head": head}), "auto")[1]
     assert [unit.name for unit in found] == ["body.0", "body.1", "body.2"]
 
 
 @pytest.mark.parametrize("units", ["auto", "Layer", Layer, ["Layer"], "model.layers", ["model.layers.0", Layer]])
 def test_units_may_be_words(units):
     model = Pretrained()
-    assert [unit.module for unit in partition(model, units)[1]] == list(model.model.layers)
+    assert [unit.module for unit in partition_of(model, units)[1]] == list(model.model.layers)
 
 
 def test_without_names_auto_is_the_largest_list_of_one_class():
     model = Pretrained()
     model._no_split_modules = None
-    assert [unit.name for unit in partition(model, "auto")[1]] == ["side.0", "side.1"]
+    assert [unit.name for unit in partition_of(model, "auto")[1]] == ["side.0", "side.1"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_without_names_auto_is_the_largest_list_of_one_class():
 )
 def test_words_that_mean_no_unit_are_refused_with_what_there_is(units, error, message):
     with pytest.raises(error, match=message) as refused:
-        partition(Pretrained(), units)
+        partition_of(Pretrained(), units)
     assert "\n" not in str(refused.value)
 
 

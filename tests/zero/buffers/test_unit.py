@@ -4,8 +4,8 @@ from torch import nn
 
 from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, RankGroups, Unit
-from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import build_groups
+from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.whole_tensors.layout import balanced
 
 

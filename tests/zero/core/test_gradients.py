@@ -1,4 +1,4 @@
-"""`Gradients` of the core alone; what the engine adds to them is in `tests/zero/test_flat_grads.py`."""
+"""`Gradients` and their norm, at each stage; further cases are in `tests/zero/buffers/test_flat_grads.py`."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_replicas_have_the_mean_over_all_ranks_and_cleared_slots_have_none():
         grads, mean = _reduced(2, comm, RankGroups(comm, split(comm, [[0, 1], [2, 3]]), split(comm, [[0, 2], [1, 3]])))
         used = list(grads.used)
         grads.clear({0})
-        left = [grads.piece(piece).abs().sum().item() for piece in grads.layout.owned(grads.comm.rank)]
+        left = [piece.abs().sum().item() for piece in grads.pieces(grads.layout.owned(grads.comm.rank), [])]
         grads.clear({2})
         return used, mean[2], left[0] if grads.comm.rank == 0 else 0, grads.reduced
 
@@ -75,6 +75,6 @@ def test_norm_and_clipping_are_torchs(stage, norm_type):
         clip_([grads], norm, 0.1)
         for piece in grads.layout.owned(comm.rank):
             expected = params[piece.slot].grad.flatten()[slice(*piece.interval)]
-            torch.testing.assert_close(grads.piece(piece), expected)
+            torch.testing.assert_close(grads.pieces([piece], [])[0], expected)
 
     run_threads(go, 3)

@@ -9,7 +9,7 @@ from same_results import Saved
 from zeroshard.comm import LocalCommunicator, NullCommunicator, run_threads
 from zeroshard.host.errors import UserError
 from zeroshard.zero import STAGES, NamedShard, Zero
-from zeroshard.zero.buffers.flat_layout import FlatLayout
+from zeroshard.zero.core.layout import FlatLayout
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),

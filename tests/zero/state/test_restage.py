@@ -9,7 +9,7 @@ from nets import Net, muon_and_adamw, rows
 from soak import soaking
 from zeroshard.comm import run_threads
 from zeroshard.zero import STAGES, MixedPrecision, Zero
-from zeroshard.zero.buffers.flat_layout import FlatLayout
+from zeroshard.zero.core.layout import FlatLayout
 
 EVERY_CHANGE = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3, 0]
 # With states from the start, of the same shape, of one number, of rows and columns, of whole tensors.

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroshard.zero.buffers.flat_layout import FlatLayout
-from zeroshard.zero.buffers.partition import partition
-from zeroshard.zero.core.layout import ALIGNMENT
+from zeroshard.zero.buffers.partition import partition_of
+from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import Exemption, MixedPrecision
 from zeroshard.zero.unit_choice import UnitChoice
-from zeroshard.zero.whole_tensors.layout import whole_layout
+from zeroshard.zero.whole_tensors.layout import add_loads, whole_layout
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,10 @@ def buffers_of(
         replicated: whether several groups of ``world_size`` ranks hold the same state.
         reproducible: as `Zero` takes it.
         block: elements of a block of trained parameters that no shard may cut, for an optimizer with 8-bit states; 1:
-            shards may end anywhere. See [Note: Blocks of a parameter] in `zeroshard.zero.buffers.flat_layout`.
+            shards may end anywhere. See [Note: Blocks of a parameter] in `zeroshard.zero.core.layout`.
     """
     policy = precision or MixedPrecision()
-    root, specs = partition(model, units)
+    root, specs = partition_of(model, units)
     unsplit, kept = set(whole), kept_params(model, policy)
     parts = 1 if reproducible is None else reproducible // world_size
     loads = [0] * (world_size * parts)
@@ -100,7 +99,7 @@ def buffers_of(
                 packed = any((own.weights_format(kind[0]), own.gradients_format(kind[0])))
                 even = replicated or packed or reproducible is not None
                 layout = whole_layout(tensors[kind], world_size, loads, even=even, parts=parts)
-                layout.add_loads(loads)
+                add_loads(layout, loads)
                 if named:
                     name = f"{spec.name}#{len(flat) + len(further)}"
                 (further if named else here).append(Buffer(spec.name, name, layout, *kind, spec.read_in_backward))

@@ -34,15 +34,15 @@ from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
-from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.plain import BufferFacts
-from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, Unit, gradient_settings
+from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.offload.host_params import free_after_use
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.transport.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL
 from zeroshard.zero.transport.exact_sums import ExactReducer
@@ -360,7 +360,7 @@ class _Engine:
 _IN_BACKWARD = ("pre_backward", "grad", "backward_over")
 
 
-class _LeavingGrads(FlatGrads):
+class _LeavingGrads(Gradients):
     """Gradients that go to the host, or from memory of a CPU to a file, as they are reduced.
 
     ``leaving`` is what is being copied from a GPU, of all groups: its memory is free when the next one is reduced.
@@ -383,7 +383,7 @@ class _LeavingGroup(FlatGroup):
         self._leaving = leaving
         super().__init__(*args, **kwargs)
 
-    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+    def _gradients(self, facts: BufferFacts, reducer: GradientReducer) -> Gradients:
         settings = facts.layout, facts.strategy, facts.rank_groups
         own = {**gradient_settings(facts), "reducer": reducer, "leaving": self._leaving}
         return _LeavingGrads(facts.name, *settings, **own)

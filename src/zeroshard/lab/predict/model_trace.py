@@ -55,7 +55,8 @@ from zeroshard.models.attention import as_on_gpu
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.buffers.partition import UnitSpec, partition
+from zeroshard.zero.buffers.partition import partition_of
+from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import cast_around, kept_params
 from zeroshard.zero.runtime.forwards import ForwardRun
 from zeroshard.zero.runtime.module_hooks import ModuleHooks
@@ -238,7 +239,7 @@ def _trace(
             fuse_dropout(fake)
         if isinstance(fake, LanguageModel) and next(fake.parameters()).is_meta:
             in_recomputations(fake)
-        root, specs = partition(fake, chosen)
+        root, specs = partition_of(fake, chosen)
         log = _Log([root, *specs], device_type)
         if isinstance(fake, LanguageModel) and fake.matmul == "fp8":
             log.in_8_bits = {tuple(layer.weight.shape) for layer in fake.layers_in_8_bits}
@@ -293,7 +294,7 @@ def _fake(
     chosen = None if units is None else choose_units(model, units)
     for module in chosen or []:
         if module not in places:
-            partition(model, chosen)  # raises an error that says what is wrong with it
+            partition_of(model, chosen)  # raises an error that says what is wrong with it
     memo: dict[int, Any] = {}
     kept = kept_params(model, precision)
     for param in model.parameters():

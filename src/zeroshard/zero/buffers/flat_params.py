@@ -28,9 +28,10 @@ from zeroshard.comm import empty_for
 from zeroshard.host.torch_internals import storage_id
 from zeroshard.settings.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
-from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
+from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import (
     GATHERING,
@@ -43,7 +44,6 @@ from zeroshard.zero.core.weights import (
 )
 from zeroshard.zero.meta_models import Init
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups
 
 
 @runtime_checkable

@@ -112,6 +112,6 @@ def _grads(unit: str, group: FlatGroup) -> Iterator[Holding]:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
     if grads.packed is not None:
         yield Holding("unit_buffers", unit, grads.packed)
-    yield from (Holding("grads", unit, tensor) for tensor in grads.reducer.tensors)
+    yield from (Holding("grads", unit, tensor) for tensor in grads.running_tensors)
     if arriving is not None:
         yield Holding("grads", unit, arriving)

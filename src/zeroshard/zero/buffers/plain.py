@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.zero.buffers.flat_layout import FlatLayout
-from zeroshard.zero.buffers.reduction import StatefulReducer
+from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.reduction import GradientReducer, PlainReducer
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
 
@@ -45,11 +45,11 @@ class Members:
             raise ValueError(_LACKS.format("wire format or second copy of weights"))
         return WeightTransport(buffer.rank_groups.shard_group, buffer.layout)
 
-    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """Return the reducer of the buffer's gradients."""
         if buffer.precision.gradients_format(buffer.dtype) is not None or buffer.rank_groups.reproducible is not None:
             raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
-        return StatefulReducer(buffer.layout, buffer.strategy, buffer.rank_groups)
+        return PlainReducer(buffer.layout, buffer.strategy, buffer.rank_groups)
 
     def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
         """Return the `FlatGroup` that these parameters are to have; None: the plain one."""

@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.buffers.flat_layout import FlatLayout
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
-from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.core import units
-from zeroshard.zero.core.layout import ALIGNMENT
+from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.units import Group, Named, groups_of
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.meta_models import Init
 from zeroshard.zero.precision import Exemption, MixedPrecision
-from zeroshard.zero.rank_groups import RankGroups
 
 LaysOut = Callable[[Sequence[tuple[str, Sequence[int]]], int, bool, int], FlatLayout]
 """``(names and shapes, number of shards, whether these must have one length, parts of each) -> layout``."""
@@ -37,7 +36,6 @@ class FlatGroup(Group):
     """A group whose buffers can be made anew, in another layout or for another row of the stage table."""
 
     params: FlatParams
-    grads: FlatGrads
     place = ""  # before the categories of its master, reduced gradients and optimizer states, in accounts of memory
 
     def __init__(
@@ -67,7 +65,6 @@ class FlatGroup(Group):
         facts = BufferFacts(name, layout, master_dtype, device, rank_groups, strategy, precision)
         weights = self._weights(facts, params, init, members.transport(facts), frozen=frozen)
         super().__init__(weights, self._gradients(facts, members.reducer(facts)))
-        self._cuts = self.grads.cuts(self.params.pieces)
 
     def _weights(
         self, facts: BufferFacts, params: Named, init: Init | None, transport: WeightTransport, *, frozen: bool
@@ -75,9 +72,9 @@ class FlatGroup(Group):
         settings = facts.strategy, facts.rank_groups, facts.precision, init, facts.layout
         return FlatParams(facts.name, params, *settings, transport, frozen=frozen)
 
-    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+    def _gradients(self, facts: BufferFacts, reducer: GradientReducer) -> Gradients:
         settings = facts.layout, facts.strategy, facts.rank_groups
-        return FlatGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer)
+        return Gradients(facts.name, *settings, **gradient_settings(facts), reducer=reducer)
 
     @property
     def shards_now(self) -> list[nn.Parameter]:
@@ -118,7 +115,7 @@ class FlatGroup(Group):
         made = [self._again(self.params.name, stay, frozen=self._frozen)] if stay else []
         made.append(self._again(name if stay else self.params.name, leave, layout=own, frozen=self._frozen))
         for group in made:
-            group.grads.reducer.continue_from(self.grads.reducer)
+            _continue_rounding(group, self)
         return made
 
     def restaged(self, strategy: ShardingStrategy) -> FlatGroup:
@@ -129,7 +126,7 @@ class FlatGroup(Group):
         named = self._take_out()
         layout = self.params.layout
         made = self._again(self.params.name, named, strategy=strategy, layout=layout, frozen=self._frozen)
-        made.grads.reducer.continue_from(self.grads.reducer)
+        _continue_rounding(made, self)
         return made
 
     def unfreeze(self) -> None:
@@ -149,18 +146,18 @@ class FlatGroup(Group):
             param.data = view
         return named
 
-    def expose_grads(self) -> None:
-        """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
-        used, pieces = self.grads.used, self.params.pieces
-        grads = self.grads.pieces(pieces, self._cuts)
-        for piece, shard, grad in zip(pieces, self.shards, grads, strict=True):
-            shard.grad = grad if used[piece.slot] else None
-
     def hide_grads(self, slots: set[int]) -> None:
         """Set ``grad`` of the optimizer's pieces of these slots to None, as their gradients are cleared."""
         for piece, shard in zip(self.params.pieces, self.shards, strict=True):
             if piece.slot in slots:
                 shard.grad = None
+
+
+def _continue_rounding(group: FlatGroup, before: FlatGroup) -> None:
+    """Number stochastic roundings on as ``before``, a group of the same parameters in another layout or stage."""
+    rounding, other = group.grads.reducer.rounding, before.grads.reducer.rounding
+    if rounding is not None and other is not None:
+        rounding.resume_at(other.next_step)
 
 
 class Unit(units.Unit[FlatGroup]):

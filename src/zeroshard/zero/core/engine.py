@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.comm import Communicator, LocalCommunicator, labelled
+from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.host.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
@@ -71,7 +71,7 @@ class Engine:
         if model in _MODELS or not set(units) <= set(model.modules()):
             raise ValueError("model, units: the model has an engine already, or a unit is not its submodule")
         _MODELS.add(model)
-        ranks = RankGroups(comm, comm, LocalCommunicator())
+        ranks = RankGroups.of(comm)
 
         def unit(name: str, module: nn.Module, params: Named) -> Unit[Group]:
             return Unit(name, module, groups_of(name, params, lambda *named: Group.of(*named, strategy, ranks, policy)))

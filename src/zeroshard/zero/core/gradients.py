@@ -23,50 +23,20 @@ bfloat16 if that is what travels. The `grads` column of the stage table says whi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import CONTROL, Communicator, Work, empty_for, labelled
+from zeroshard.comm import Communicator, Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Streams
 from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
+from zeroshard.zero.core.norms import norm_of, norm_of_partials
 from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.reduction import GradientReducer, GradientReduction, PlainReducer
+from zeroshard.zero.core.small_grads import SmallGrads
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
-
-
-class GradientReducer:
-    """Begins the reductions of one buffer. Subclasses send gradients in other formats, or sum them in other ways."""
-
-    def __init__(self, layout: FlatLayout, strategy: ShardingStrategy, rank_groups: RankGroups) -> None:
-        self.layout, self.everywhere = layout, strategy.optim is not SHARD  # whether every rank needs the whole sum
-        self.comm, self.replicate_group = rank_groups.shard_group, rank_groups.replicate_group
-
-    def begin(self, local: Tensor) -> GradientReduction:
-        """Return a reduction of ``local [padded_numel]``, whose values are undefined after it. Collective."""
-        return GradientReduction(self, local)
-
-
-class GradientReduction:
-    """A reduce-scatter, or an all-reduce if every rank needs the sum; with replicas, then an all-reduce over these."""
-
-    def __init__(self, reducer: GradientReducer, local: Tensor) -> None:
-        self._reducer, self._local, self._is_begun = reducer, local, False
-        self.num_left = 1 if reducer.replicate_group.world_size == 1 else 2  # collectives that are still to be issued
-
-    def issue(self, target: Tensor) -> Work:
-        """Issue the next collective, once the one before it is done."""
-        reducer, is_begun, self._is_begun = self._reducer, self._is_begun, True
-        self.num_left -= 1
-        if is_begun:
-            return reducer.replicate_group.all_reduce(target)
-        if reducer.everywhere:
-            return reducer.layout.all_reduce(reducer.comm, self._local)
-        return reducer.layout.reduce(reducer.comm, target, self._local)
-
-    def deliver(self, target: Tensor) -> None:
-        """Write the sum to ``target``, once all collectives are done; here they have written it."""
 
 
 class Gradients:
@@ -75,6 +45,10 @@ class Gradients:
     Attributes:
         used: for each slot, whether it had a gradient since it was cleared: here, or once ranks have agreed, on any.
         written: for each slot, whether this rank has a gradient that waits for a reduction.
+        unusable: slot -> why no optimizer may step with its gradient, until that is cleared or replaced.
+        unusable_now: why gradients that arrive now are unusable; None: they are usable.
+        num_backwards: backwards reduced since gradients were cleared.
+        has_writes: whether a user has changed unsharded gradients in place, and ranks have not compared that.
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
         offset: of `reduced` in the flat buffer.
     """
@@ -92,15 +66,28 @@ class Gradients:
     ) -> None:
         self.name, self.layout = name, layout
         self.comm, self.shard_optim = rank_groups.shard_group, strategy.optim is SHARD
-        self.reducer = reducer or GradientReducer(layout, strategy, rank_groups)
-        self.keep_local = strategy.grads is not SHARD or self.comm.world_size == 1  # after a reduction
+        self.reducer: GradientReducer = reducer or PlainReducer(layout, strategy, rank_groups)
+        adds_up = self.reducer.running_sum is not None
+        self.keep_local = (strategy.grads is not SHARD or self.comm.world_size == 1) and not adds_up  # once reduced
         self.device, self.reduced_dtype, self.reduce_dtype = device, reduced_dtype, reduce_dtype
-        self.adds_in_place = rank_groups.world.world_size == 1 and reduce_dtype == reduced_dtype
+        alone = rank_groups.world.world_size == 1
+        self.adds_in_place = alone and reduce_dtype == reduced_dtype and self.keep_local
         self.used, self.written = [False] * len(layout.slots), [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         start, stop = layout.interval(self.comm.rank) if self.shard_optim else (0, layout.padded_numel)
         self._own_slice, self.offset = slice(start, stop), start
+        self.num_backwards, self.has_writes = 0, False
+        self.unusable: dict[int, str] = {}
+        self.unusable_now: str | None = None
+        self._arrives_for = self.comm if adds_up else rank_groups.replicate_group  # which sends what has arrived on
         self._scale = 1.0 / rank_groups.world.world_size
+        self._scale_is_exact = math.frexp(self._scale)[0] == 0.5  # a power of two: no product is rounded
+        # Whether a foreach product rounds as a single one does: in 16 bits not on a CPU.
+        self._scales_alike = self._scale_is_exact or reduce_dtype.itemsize > 2
+        self._scale_on_device = self._scale_there()
+        dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
+        self._widened = {each for each in dtypes if torch.promote_types(each, reduce_dtype) == reduce_dtype}
+        self._small = SmallGrads(layout, reduce_dtype)
         self._local: Tensor | None = None
         self._views: list[Tensor] = []  # of the local buffer, by slot
         self._reduction: GradientReduction | None = None  # the one in flight; while it is, these two are set:
@@ -117,22 +104,76 @@ class Gradients:
         """Whether gradients on this rank wait for a reduction."""
         return any(self.written)
 
+    # -- this rank's sum -------------------------------------------------------------------------------------------
+
     def accumulate(self, slot: int, grad: Tensor) -> None:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
-        grad = grad.detach() if grad.requires_grad else grad  # under create_graph
+        if self.unusable_now is not None:
+            self.unusable[slot] = self.unusable_now
+        small = self._small
+        if slot in small.waiting:  # an earlier one of this slot
+            self._copy_in()
+        first = not (self.used if self.adds_in_place else self.written)[slot]
         self._vacate_local()
-        view = (self._views or self._local_views())[slot]
-        self._add(view, grad.to_dense() if grad.is_sparse else grad, first=not self._has_sum()[slot])
+        views = self._views or self._local_views()
+        together = self._scales_alike if first else self._adds_exactly(grad)
+        if together and (small.are_little or not self.used[slot]) and small.should_wait(grad):
+            small.defer(slot, grad, views, self._scale, first=first)
+        else:
+            grad = grad.detach() if grad.requires_grad else grad  # under create_graph
+            self._add(views[slot], grad.to_dense() if grad.is_sparse else grad, first=first)
         self.written[slot] = self.used[slot] = True
 
-    def _has_sum(self) -> list[bool]:
-        """For each slot, whether further gradients are added to what the local buffer has there."""
-        return self.used if self.adds_in_place else self.written
-
     def _add(self, view: Tensor, grad: Tensor, *, first: bool) -> None:
-        """Add ``grad`` to a slot's ``view``, or write it there if it is the first: [Note: The mean]."""
-        scaled = grad.to(view.dtype).mul(self._scale)
-        view.copy_(scaled) if first else view.add_(scaled)
+        """Add ``grad`` to a slot's ``view``, or write it there if it is the first: [Note: The mean].
+
+        All of these have the bits of ``grad.to(view.dtype).mul(scale)``; which one is the fewest operations.
+        """
+        if not first:
+            if self._adds_exactly(grad):
+                view.add_(grad, alpha=self._scale)
+            else:
+                view.add_(grad.to(view.dtype).mul(self._scale))
+        elif grad.dtype == view.dtype and self._scale != 1.0:
+            torch.mul(grad, self._scale, out=view)
+        elif self._scale_on_device is not None and grad.ndim and grad.dtype in self._widened:
+            torch.mul(grad, self._scale_on_device, out=view)
+        else:
+            view.copy_(grad)
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+
+    def _adds_exactly(self, grad: Tensor) -> bool:
+        """Whether one addition rounds no product: the scale is a power of two, and the buffer is no narrower."""
+        return self._scale_is_exact and grad.dtype in self._widened
+
+    def _scale_there(self) -> Tensor | None:
+        """The scale as a tensor ``[1]`` in the dtype that travels, by which one kernel widens and scales a gradient.
+
+        Multiplied by a Python number, the product would be rounded to the gradient's dtype. Only on a GPU, whose
+        kernels widen as they read; a CPU would first make a wide copy of the gradient, so there the gradient is copied
+        into place and multiplied there. Both give the same bits.
+        """
+        if self.device.type != "cuda" or self._scale == 1.0 or not self.reduce_dtype.is_floating_point:
+            return None
+        return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
+
+    def _copy_in(self) -> None:
+        """Copy the small gradients that wait into the local buffer, and scale them."""
+        self._small.copy_in(self._views, self._scale)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of small gradients that wait to be copied into the local buffer."""
+        return self._small.num_bytes
+
+    def local_grad(self, slots: Iterable[int]) -> Tensor | None:
+        """This rank's sum in the first of ``slots`` that has one to be reduced; None if none has."""
+        slot = next((slot for slot in slots if self.written[slot]), None)
+        if slot is None:
+            return None
+        self._copy_in()
+        return self._local_views()[slot]
 
     def _local_views(self) -> list[Tensor]:
         """The slots of the local buffer, each in its parameter's shape; allocates the buffer if there is none."""
@@ -155,6 +196,8 @@ class Gradients:
         if self.keep_local and self.reduced is not None and not self.adds_in_place and not self.pending:
             self.reduced = self._out_of_local(self.reduced)
 
+    # -- the mean over ranks ---------------------------------------------------------------------------------------
+
     def reduce(self) -> None:
         """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
         self.wait_for_reduce()
@@ -168,7 +211,8 @@ class Gradients:
 
     def _complete(self) -> Tensor:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
-        for view, has_sum in zip(self._local_views(), self._has_sum(), strict=True):
+        self._copy_in()
+        for view, has_sum in zip(self._local_views(), self.used if self.adds_in_place else self.written, strict=True):
             if not has_sum:
                 view.zero_()
         assert self._local is not None
@@ -177,8 +221,19 @@ class Gradients:
         return self._local
 
     def _target(self, local: Tensor) -> Tensor:
-        """Where the mean of the part of ``local`` that this rank's optimizer sees is to be written."""
-        return local[self._own_slice] if self.reduced is None or not self.adds_in_place else self.reduced
+        """Where the mean of the part of ``local`` that this rank's optimizer sees is to be written.
+
+        If it outlives the local buffer, in its own memory from the beginning.
+        """
+        running, reduced = self.reducer.running_sum, self.reduced
+        if running is not None:
+            running.follow(reduced)
+        if reduced is not None and (running is not None or self.adds_in_place):
+            return reduced
+        part = local[self._own_slice]
+        if running is None and (reduced is not None or self.keep_local or self.reduce_dtype != self.reduced_dtype):
+            return part
+        return empty_for(self._arrives_for, part.numel(), self.reduced_dtype, part.device)
 
     @property
     def has_collectives_left(self) -> bool:
@@ -215,15 +270,53 @@ class Gradients:
         elif arrived is not self.reduced:  # a reducer may have added to it in place
             self.reduced.add_(arrived)
 
-    def piece(self, piece: Piece) -> Tensor:
-        """The reduced gradients of a piece: a view, in the piece's shape."""
+    def cuts(self, pieces: Sequence[Piece]) -> list[int]:
+        """In turn, lengths of the gaps between 1-D pieces of `reduced` and of the pieces; [] if these are unordered."""
+        lengths, end = [], self.offset
+        for piece in pieces:
+            if len(piece.shape) != 1 or piece.offset < end:
+                return []
+            lengths += [piece.offset - end, piece.shape[0]]
+            end = piece.offset + piece.shape[0]
+        return [*lengths, self._own_slice.stop - end]
+
+    def pieces(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+        """Views of the reduced gradients of ``pieces``, in their shapes.
+
+        ``cuts``: what `cuts` returned. One operation makes all views of 1-D pieces.
+        """
+        reduced = self.reduced
+        assert reduced is not None
+        if cuts:
+            return list(reduced.split(cuts)[1::2])
+        return [view_of(reduced, piece.offset - self.offset, piece.shape) for piece in pieces]
+
+    def of_slot(self, slot: int) -> Tensor:
+        """This rank's part of the reduced gradient of a slot: a 1-D view."""
         assert self.reduced is not None
-        return view_of(self.reduced, piece.offset - self.offset, piece.shape)
+        place, own = self.layout.slots[slot], self._own_slice
+        start = min(max(place.offset, own.start), own.stop)
+        stop = min(max(place.offset + place.numel, start), own.stop)
+        return self.reduced[start - own.start : stop - own.start]
+
+    def put(self, slot: int, part: Tensor) -> None:
+        """Replace this rank's part of the gradient of ``slot`` by ``part``."""
+        self.wait_for_reduce()
+        self._copy_in()
+        if self.reduced is None and self.adds_in_place:
+            self.reduced = self._target(self._complete())
+        elif self.reduced is None:
+            numel = self._own_slice.stop - self._own_slice.start
+            self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
+        self.of_slot(slot).copy_(part)
+        self.written[slot], self.used[slot] = False, True
+        self.unusable.pop(slot, None)
 
     def shards(self) -> list[Tensor]:
-        """The reduced gradients on this rank, split by rank, for partial sums of the norm."""
+        """The reduced gradients on this rank, split by rank and part of the layout, for partial sums of the norm."""
         assert self.reduced is not None
-        return [self.reduced] if self.shard_optim else self.layout.split(self.reduced)
+        shards, parts = [self.reduced] if self.shard_optim else self.layout.split(self.reduced), self.layout.parts
+        return shards if parts == 1 else [part for shard in shards for part in shard.tensor_split(parts)]
 
     def norms(self, norm_type: float) -> Tensor:
         """``[len(shards)]``: the p-norm of each of the `shards`, on the device of the weights."""
@@ -237,14 +330,83 @@ class Gradients:
     def clear(self, slots: set[int]) -> None:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.wait_for_reduce()
+        self._end_step(slots)
+        self._small.drop(slots)
         for slot in slots:
             self.written[slot] = self.used[slot] = False
         if not any(self.used):
             self.reduced, self._local, self._views = None, None, []
+            self.num_backwards, self.has_writes = 0, False
+            if self.reducer.running_sum is not None:
+                self.reducer.running_sum.clear()
         elif self.reduced is not None:
-            for piece in self.layout.pieces(self._own_slice.start, self._own_slice.stop):
-                if piece.slot in slots:
-                    self.piece(piece).zero_()
+            for slot in slots:
+                self.of_slot(slot).zero_()
+
+    def zero(self, slots: set[int]) -> None:
+        """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
+        self.wait_for_reduce()
+        self._end_step(slots)
+        self._copy_in()
+        if slots >= {slot for slot, used in enumerate(self.used) if used}:
+            self.num_backwards = 0
+        for slot in slots:
+            if self.written[slot]:
+                self._local_views()[slot].zero_()
+            if self.reduced is not None:
+                self.of_slot(slot).zero_()
+
+    def _end_step(self, slots: set[int]) -> None:
+        if self.reducer.rounding is not None:
+            self.reducer.rounding.end_step()
+        if self.unusable:
+            self.unusable = {slot: why for slot, why in self.unusable.items() if slot not in slots}
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The local buffer, `reduced`, and the target of the reduction in flight, whose values may still change.
+
+        They may share memory.
+        """
+        return self._local, self.reduced, None if self._reduction is None else self._arriving
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The buffer of gradients that arrive elsewhere than in their target, until they have been added up."""
+        return None if self._reduction is None else self._reduction.packed
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of those that wait for the optimizer off the device."""
+        return 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all gradient buffers now."""
+        held = [tensor for tensor in self.buffers if tensor is not None]
+        own = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in held}
+        return sum(own.values()) + sum(tensor.nbytes for tensor in self.running_tensors)
+
+    @property
+    def running_tensors(self) -> list[Tensor]:
+        """What the reducer keeps between reductions."""
+        return [] if self.reducer.running_sum is None else self.reducer.running_sum.tensors
+
+
+def mark_unusable(buffers: Iterable[Gradients], whose: str | None, where: str) -> None:
+    """Let no optimizer step by gradients that arrive while other values are in the weights' place for a block.
+
+    ``whose``: the values whose gradients these are, such as "the global weights"; None: the weights are back.
+    ``where``: the block, as the user writes it: ``ema.weights()`` or ``local_steps.global_weights()``.
+    """
+    why = (
+        f"these are gradients of {whose}, from a backward inside {where}; call zero_grad() after reading them, and run "
+        f"the backward of a step outside {where}"
+    )
+    for each in buffers:
+        each.unusable_now = None if whose is None else why
 
 
 def global_norm(grads: Sequence[Gradients], comm: Communicator, norm_type: float, device: torch.device) -> Tensor:
@@ -260,22 +422,6 @@ def global_norm(grads: Sequence[Gradients], comm: Communicator, norm_type: float
         norms = buffer.norms(norm_type).to(partials)
         partials = torch.maximum(partials, norms) if math.isinf(norm_type) else partials + norms**norm_type
     return norm_of_partials(partials, comm if sharded else None, norm_type)
-
-
-def norm_of(flat: Tensor, norm_type: float) -> Tensor:
-    """`torch.linalg.vector_norm`, computed in fp32 for a bfloat16 tensor: bfloat16 keeps only two digits."""
-    flat = flat if flat.numel() else flat.new_zeros(1)  # no element has no maximum
-    return torch.linalg.vector_norm(flat, norm_type, dtype=torch.float32 if flat.dtype == torch.bfloat16 else None)
-
-
-def norm_of_partials(partials: Tensor, comm: Communicator | None, norm_type: float) -> Tensor:
-    """The norm from float64 partials ``[n]``, or k norms from ``[n, k]``; with ``comm``, each of its ranks has n."""
-    if comm is not None:
-        rows = partials.new_empty(comm.world_size * len(partials), *partials.shape[1:])
-        with labelled(CONTROL):
-            comm.all_gather(rows.view(-1), partials.reshape(-1)).wait()
-        partials = rows
-    return partials.amax(0) if math.isinf(norm_type) else sum(partials[1:], partials[0]) ** (1.0 / norm_type)
 
 
 def clip_(grads: Sequence[Gradients], norm: Tensor, max_norm: float) -> None:

@@ -5,15 +5,38 @@
     |     rank 0     |     rank 1     |  rank 2  ...   each rank owns shard_numel elements
 
 Slots lie end to end in order. Shards have equal length, and may begin or end in the middle of a slot: every rank owns
-the same number of elements. That suits optimizers that work element by element.
+the same number of elements. That suits optimizers that work element by element. For one that looks at whole tensors no
+slot crosses the border of a shard: `zeroshard.zero.whole_tensors.layout`.
+
+With reproducible steps (`zeroshard.zero.transport.exact_sums`) a world of 2 with 4 parts is laid out, and cut into
+pieces, as one of 8::
+
+    part 0    part 1    part 2    part 3    part 4    part 5    part 6    part 7
+    |---------|---------|---------|---------|---------|---------|---------|---------|
+    |                rank 0                 |                rank 1                 |
+
+[Note: Blocks of a parameter]
+    An optimizer with 8-bit states has one scale for each block of 256 elements. Its results do not depend on the number
+    of ranks if blocks are counted from each parameter's first element, and no piece ends inside one. So with
+    ``block=256`` parts are multiples of 256 long, a parameter of 256 elements or more begins at a multiple of 256, and
+    a smaller one crosses none::
+
+        slot 0 (600 elements)              slot 1   slot 2   slot 3 (100 each)
+        |-----------|-----------|----|.....|----|----|......|----|......|......    . padding
+        0          256         512        768               1024               border of a part: a multiple of 256
+
+    At most 255 elements of padding precede a parameter, and up to 255 end each part: RaggedShard (veScale-FSDP 2026,
+    arXiv:2602.22437) has the borders of shards at rows or blocks instead, and shards of different lengths.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +47,7 @@ from zeroshard.settings import rules
 # Elements to which an engine aligns slots and shards: 16 bytes of a 16-bit dtype, the unit of loads, kernels and NCCL.
 ALIGNMENT = 8
 LEAST_ALIGNED = 256  # elements of the smallest slot or shard that is aligned: for less, padding would exceed 3 %
+WHOLE = sys.maxsize  # elements of a block of a parameter that may not be cut at all
 
 
 @dataclass(frozen=True)
@@ -64,53 +88,132 @@ class Piece:
         return self.interval[1] - self.interval[0]
 
 
+class UnevenShards(Protocol):
+    """How ranks share a flat buffer of which each has a shard of another length, or none."""
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer."""
+        ...
+
+    def interval(self, rank: int) -> tuple[int, int]:
+        """As of a `FlatLayout`."""
+        ...
+
+    def gather(self, comm: Communicator, full: Tensor, own: Tensor) -> Work:
+        """As of a `FlatLayout`."""
+        ...
+
+    def reduce(self, comm: Communicator, target: Tensor, local: Tensor) -> Work:
+        """As of a `FlatLayout`."""
+        ...
+
+
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots in a flat buffer that is divided into ``world_size`` shards.
+    """Slots in a flat buffer that is divided into ``world_size`` shards of ``parts`` parts each.
 
-    Raises ValueError for a ``world_size`` or an ``alignment`` below 1, and for a rank outside the world.
+    Raises ValueError for a ``world_size``, an ``alignment`` or ``parts`` below 1, a ``block`` that is no power of two,
+    and for a rank outside the world.
     """
 
     slots: tuple[Slot, ...]  # places of the parameters, in their order
     world_size: int  # number of shards
     alignment: int = 1  # what offsets of slots and lengths of shards are multiples of, from `LEAST_ALIGNED` elements on
-    keeps_tensors_whole = False  # whether no shard cuts a slot
+    parts: int = 1  # number of equal parts of each shard; pieces end at their borders
+    block: int = 1  # pieces begin at multiples of it, counted from their parameter's first element
+    longest: int | None = None  # elements of the longest shard, if none cuts a slot; None: shards may cut slots
+    uneven: UnevenShards | None = None  # if such shards differ in length; None: all have one
 
     def __post_init__(self) -> None:
-        rules.check_count("world_size", self.world_size)
-        rules.check_count("alignment", self.alignment)
+        for field in ("world_size", "alignment", "parts", "block"):
+            rules.check_count(field, getattr(self, field))
+        if self.block & (self.block - 1):
+            raise ValueError(f"block: {self.block} is no power of two")
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, Sequence[int]]], world_size: int, alignment: int = 1) -> FlatLayout:
-        """Lay out parameters ``(name, shape)`` end to end, in the order given."""
+    def of(
+        cls,
+        shapes: Iterable[tuple[str, Sequence[int]]],
+        world_size: int,
+        alignment: int = 1,
+        parts: int = 1,
+        block: int = 1,
+    ) -> FlatLayout:
+        """Lay out parameters ``(name, shape)`` end to end, in the order given, so that no shard cuts a ``block``."""
         rules.check_count("alignment", alignment)
         slots: list[Slot] = []
         end = 0
         for name, shape in shapes:
             slot = Slot(name, tuple(shape), end)
-            if slot.numel >= LEAST_ALIGNED:
-                slot = Slot(name, slot.shape, end + -end % alignment)
-            slots.append(slot)
-            end = slot.offset + slot.numel
-        return cls(tuple(slots), world_size, alignment)
+            start = end + (-end % alignment if slot.numel >= LEAST_ALIGNED else 0)
+            if start % block + slot.numel > block > 1:  # [Note: Blocks of a parameter]
+                start += -start % block
+            slots.append(Slot(name, slot.shape, start))
+            end = start + slot.numel
+        return cls(tuple(slots), world_size, alignment, parts, block)
+
+    @property
+    def keeps_tensors_whole(self) -> bool:
+        """Whether no shard cuts a slot."""
+        return self.longest is not None
+
+    def keeps_blocks(self, block: int) -> bool:
+        """Whether no shard cuts a block of so many elements of a parameter; `WHOLE`: whether none cuts a parameter."""
+        return self.keeps_tensors_whole or self.block % block == 0
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def shard_numel(self) -> int:
         """Elements of each rank's shard, padding included; if shards differ, of the longest."""
+        if self.longest is not None:
+            return self.longest
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
-        least = -(-end // self.world_size)
-        return least + -least % self.alignment if least >= LEAST_ALIGNED else least
+        part = -(-end // (self.world_size * self.parts))
+        part += -part % self.alignment if part >= LEAST_ALIGNED else 0
+        return self.parts * (part + -part % self.block)
 
     @property
+    def part_numel(self) -> int:
+        """Elements of each part of a shard."""
+        return self.shard_numel // self.parts
+
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
-        return self.shard_numel * self.world_size
+        return self.shard_numel * self.world_size if self.uneven is None else self.uneven.padded_numel
 
     def interval(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank: {rank} is outside a world of {self.world_size}; ranks count from 0")
+        if self.uneven is not None:
+            return self.uneven.interval(rank)
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def own_numel(self, rank: int) -> int:
+        """Elements of ``rank``'s shard."""
+        start, stop = self.interval(rank)
+        return stop - start
+
+    def part(self, rank: int, slot: int) -> tuple[int, int]:
+        """``[start, stop)`` of the flattened parameter in that slot that ``rank`` owns; (0, 0): nothing."""
+        return self.slots[slot].within(*self.interval(rank))
+
+    def cut(self, rank: int, slot: int) -> list[tuple[int, int]]:
+        """As `part`, but one interval for each of the `parts` of ``rank``'s shard."""
+        return [self.slots[slot].within(*part) for part in self._parts_of(rank)]
+
+    def _parts_of(self, rank: int) -> list[tuple[int, int]]:
+        """``[start, stop)`` of each part of ``rank``'s shard in the flat buffer."""
+        if self.parts == 1:
+            return [self.interval(rank)]
+        first, numel = rank * self.parts, self.part_numel
+        return [(index * numel, (index + 1) * numel) for index in range(first, first + self.parts)]
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
@@ -130,14 +233,20 @@ class FlatLayout:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return each rank's shard of ``flat [padded_numel]``, in the order of ranks, as a view."""
-        return list(flat.tensor_split(self.world_size))
+        if self.uneven is None:
+            return list(flat.tensor_split(self.world_size))
+        return [flat[slice(*self.interval(rank))] for rank in range(self.world_size)]
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
-        """Return the pieces of parameters in ``rank``'s shard, in order."""
-        return tuple(self.pieces(*self.interval(rank)))
+        """Return the pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
+        return tuple(piece for part in self._parts_of(rank) for piece in self.pieces(*part))
+
+    def tensors(self) -> tuple[Piece, ...]:
+        """Return every parameter that is not empty as one piece, whichever ranks own it."""
+        return tuple(self.pieces(0, self.padded_numel))
 
     def updated_by_all(self, device: torch.device) -> tuple[Piece, ...]:
-        """Return the pieces of a replicated optimizer: its updates must have the same bits as a sharded optimizer's."""
+        """Return the pieces of a replicated optimizer, whose updates round as those of a sharded one."""
         if device.type == "cpu":  # where a vectorised body and the tail after it round an element differently
             return tuple(piece for rank in range(self.world_size) for piece in self.owned(rank))
         return tuple(self.pieces(0, self.padded_numel))  # a CUDA kernel computes each element alike, wherever it lies
@@ -147,21 +256,24 @@ class FlatLayout:
         for index, slot in enumerate(self.slots):
             first, last = slot.within(start, stop)
             if first < last:
-                yield Piece(index, (first, last), slot.offset + first, (last - first,))
+                shape = slot.shape if self.keeps_tensors_whole else (last - first,)
+                yield Piece(index, (first, last), slot.offset + first, shape)
 
     # Collectives over the ranks that hold the shards. `own` and `target` may be this rank's slice of the flat buffer.
 
     def gather(self, comm: Communicator, full: Tensor, own: Tensor) -> Work:
         """Start to gather every rank's shard, ``own``, into ``full [padded_numel]``."""
-        return comm.all_gather(full, own)
+        return comm.all_gather(full, own) if self.uneven is None else self.uneven.gather(comm, full, own)
 
     def reduce(self, comm: Communicator, target: Tensor, local: Tensor) -> Work:
         """Start to sum all ranks' ``local [padded_numel]``, overwriting it; this rank's shard goes to ``target``."""
+        if self.uneven is not None:
+            return self.uneven.reduce(comm, target, local)
         return reduce_scatter_consuming(comm, target, local)
 
     def all_reduce(self, comm: Communicator, local: Tensor) -> Work:
         """Start to sum all ranks' ``local [padded_numel]`` in place, with the bits that `reduce` gives each shard."""
-        if comm.uniform_order:
+        if comm.uniform_order or self.uneven is not None:
             return comm.all_reduce(local)
         # This backend's all-reduce adds in another order than its reduce-scatter: issue the latter, and gather.
         own = local[slice(*self.interval(comm.rank))]

@@ -10,8 +10,7 @@ pieces of a tensor as on all of it. It knows nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from io import BytesIO
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, Generic
 
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.comm.agree import gather_bytes
 from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.units import AnyGroup, Group
 
@@ -101,30 +99,6 @@ class PieceOptimizer(Generic[AnyGroup]):
             group.unreduced = group.unreduced and len(slots) < len(group.params.params)
         for piece in chain.from_iterable(self.pieces):
             piece.grad = None
-
-    def unsharded_states(self) -> dict[str, State]:
-        """Return all states on the CPU, by parameters' names: tensors ``[numel]``, and numbers ``[]``. Collective."""
-        found: dict[str, State] = {}
-        for group in self.slots:  # one at a time: its states are unsharded on every rank
-            slots, file = group.params.layout.slots, BytesIO()
-            pairs = zip(group.params.pieces, group.shards, strict=True)
-            torch.save([(slots[piece.slot].name, self.optimizer.state.get(own, {})) for piece, own in pairs], file)
-            sent = gather_bytes(group.params.comm, file.getvalue()) if group.params.shard_optim else [file.getvalue()]
-            for name, state in chain.from_iterable(torch.load(BytesIO(each), "cpu") for each in sent):
-                whole = found.setdefault(name, {})
-                for kind, value in ((kind, torch.as_tensor(value)) for kind, value in state.items()):
-                    whole[kind] = torch.cat([whole[kind], value]) if kind in whole and value.dim() else value
-        return found
-
-    def load_unsharded_states(self, states: Mapping[str, State]) -> None:
-        """Load what `unsharded_states` returned, in any world; the settings of param groups do not change."""
-        loaded: list[State] = []
-        for group, slot in (self.homes[param] for param in chain.from_iterable(self.by_group)):
-            whole = states.get(group.params.layout.slots[slot].name, {}).items()
-            parts = [slice(*piece.interval) for piece, _ in pieces_in(group, slot)]
-            loaded += [{kind: (each[part] if each.dim() else each).clone() for kind, each in whole} for part in parts]
-        # The class's own method knows the dtype and device of each kind of state.
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(enumerate(loaded))})
 
 
 def pieces_in(group: Group, slot: int) -> list[tuple[Piece, nn.Parameter]]:

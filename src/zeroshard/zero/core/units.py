@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from torch import nn
 
 from zeroshard.comm.streams import Streams
+from zeroshard.host.torch_internals import has_forward_hooks, own_parameters
 from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.core.precision import Precision
@@ -38,6 +39,7 @@ class Group:
             for shard in self.shards:
                 shard.grad_dtype = None  # so that its gradient may have a narrower dtype
         self.unreduced = False
+        self._cuts = grads.cuts(params.pieces)
 
     @classmethod
     def of(
@@ -62,8 +64,9 @@ class Group:
 
     def expose_grads(self) -> None:
         """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
-        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
-            shard.grad = self.grads.piece(piece) if self.grads.used[piece.slot] else None
+        used, pieces = self.grads.used, self.params.pieces
+        for piece, shard, grad in zip(pieces, self.shards, self.grads.pieces(pieces, self._cuts), strict=True):
+            shard.grad = grad if used[piece.slot] else None
 
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
@@ -160,6 +163,13 @@ class UnitSpec(NamedTuple):
     name: str
     module: nn.Module
     params: Named
+
+    @property
+    def read_in_backward(self) -> bool:
+        """Whether the module's backward reads its weights; the backward of a plain embedding lookup does not."""
+        module = self.module
+        plain = type(module) is nn.Embedding and list(own_parameters(module)) == ["weight"] and len(self.params) == 1
+        return not plain or has_forward_hooks(module)
 
 
 def partition(model: nn.Module, units: Iterable[nn.Module]) -> list[UnitSpec]:

@@ -32,7 +32,7 @@ from zeroshard.host.torch_internals import as_plain
 from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
 
 _STEPS = (

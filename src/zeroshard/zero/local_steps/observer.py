@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.optim.classes.probe import weights_kept
 from zeroshard.optim.named_shards import NamedShard, ShardReader
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.local_steps import checkpoints
 from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.observer import Observer
 

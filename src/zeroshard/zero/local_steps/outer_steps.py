@@ -26,12 +26,12 @@ from zeroshard.comm.agree import agreement
 from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
-from zeroshard.zero.buffers.flat_grads import mark_unusable
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.core.gradients import mark_unusable
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
 from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.local_steps.step_order import StepOrder
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 
 

@@ -42,7 +42,7 @@ from zeroshard.settings.wire_formats import (
 
 if TYPE_CHECKING:
     from zeroshard.comm.module_buffers import BufferSync
-    from zeroshard.zero.rank_groups import RankGroups
+    from zeroshard.zero.core.ranks import RankGroups
     from zeroshard.zero.runtime.runtime import Runtime
     from zeroshard.zero.stepping.observer import Observer
 

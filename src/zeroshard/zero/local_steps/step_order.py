@@ -6,7 +6,7 @@ step, outer steps would come too often, and an optimizer would use gradients of 
 [Note: Steps that were skipped]
     A `torch.amp.GradScaler` skips a step silently, possibly that of one optimizer among several. So gradients that
     wait for a step when `OuterSteps.step` is called are no error yet. They are marked unusable
-    (`zeroshard.zero.buffers.flat_grads`): their optimizer raises if it steps by them later. A loop that skips a
+    (`zeroshard.zero.core.gradients`): their optimizer raises if it steps by them later. A loop that skips a
     step clears them instead.
 """
 

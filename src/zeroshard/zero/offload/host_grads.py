@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zeroshard.comm.streams import Mark
 from zeroshard.host.slab import Slab, room
-from zeroshard.zero.buffers.flat_grads import FlatGrads
-from zeroshard.zero.core.gradients import norm_of
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import Piece, view_of
+from zeroshard.zero.core.norms import norm_of
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
@@ -28,7 +28,7 @@ from zeroshard.zero.offload.staging import Staging
 HOST = torch.device("cpu")
 
 
-class HostGrads(FlatGrads):
+class HostGrads(Gradients):
     """Gradients whose reduced part is on the host when the optimizer steps.
 
     Args:
@@ -85,7 +85,7 @@ class HostGrads(FlatGrads):
 
     @property
     def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """See `FlatGrads.buffers`: nothing is waited for."""
+        """See `Gradients.buffers`: nothing is waited for."""
         return self._local, self._reduced, None if self._reduction is None else self._arriving
 
     def scale(self, factor: Tensor) -> None:
@@ -152,7 +152,7 @@ class HostGrads(FlatGrads):
         return [view_of(reduced, piece.offset - self.offset, piece.shape) for piece in pieces]
 
     def _target(self, local: Tensor) -> Tensor:
-        if self.reducer.accumulates and (reduced := self.reduced) is not None:
+        if self.reducer.running_sum is not None and (reduced := self.reduced) is not None:
             self._reduced = reduced.to(self.device)  # what arrives is added to it there
         return super()._target(local)
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.zero.buffers.flat_grads import FlatGrads
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import BufferFacts, Members
-from zeroshard.zero.buffers.reduction import StatefulReducer
 from zeroshard.zero.buffers.unit import FlatGroup, gradient_settings
+from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.units import Named
 from zeroshard.zero.core.weights import WeightTransport
@@ -48,7 +48,7 @@ class HostGroup(FlatGroup):
 
     place = "host_"
     params: HostParams  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
-    grads: HostGrads  # ty: ignore[incompatible-mutable-override] -- as `FlatGroup` narrows it
+    grads: HostGrads
 
     def __init__(self, name: str, *args: Any, members: HostMembers, **kwargs: Any) -> None:
         self._at, self.update = members, Update(name, members.executor)
@@ -71,7 +71,7 @@ class HostGroup(FlatGroup):
         own = {"update": self.update, "stored": self.stored}
         return HostParams(facts.name, params, *settings, frozen=frozen, transport=host, **own)
 
-    def _gradients(self, facts: BufferFacts, reducer: StatefulReducer) -> FlatGrads:
+    def _gradients(self, facts: BufferFacts, reducer: GradientReducer) -> Gradients:
         settings, at_once = (facts.layout, facts.strategy, facts.rank_groups), self._at.settings.grads != "device"
         own = {"update": self.update, "at_once": at_once, "staging": self._at.staging, "stored": self.stored}
         return HostGrads(facts.name, *settings, **gradient_settings(facts), reducer=reducer, **own)
@@ -177,7 +177,7 @@ class HostMembers(Members):
         """That of the others."""
         return self._others.transport(buffer)
 
-    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """That of the others."""
         return self._others.reducer(buffer)
 

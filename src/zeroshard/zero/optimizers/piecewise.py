@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from zeroshard.optim.classes.kept_states import ParamFacts
 from zeroshard.optim.classes.reach import OptimizerKind, no_class
-from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
 from zeroshard.zero.optimizers.operands import CombinedOperands, StateFormat, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams

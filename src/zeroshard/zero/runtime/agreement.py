@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroshard.comm.agree import maxima, of_first_rank
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.core.ranks import RankGroups
 
 
 class Agreement:

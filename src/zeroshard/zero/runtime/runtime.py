@@ -43,9 +43,9 @@ from zeroshard.host.torch_internals import in_backward
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, Unit
 from zeroshard.zero.core.passes import Forward, Passes
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.schedule import ROOT, Op, backward_ops
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.agreement import Agreement
 from zeroshard.zero.runtime.backward_pass import BackwardPass
 from zeroshard.zero.runtime.forwards import ForwardRun, Forwards

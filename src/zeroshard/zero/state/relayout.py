@@ -15,8 +15,8 @@ from torch import nn
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import describe
 from zeroshard.optim.classes.plain_states import flat, nested
-from zeroshard.zero.buffers.flat_layout import WHOLE
 from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.optimizers.state_dict import Stateful, cut, states_by_slot
 from zeroshard.zero.runtime.runtime import Runtime

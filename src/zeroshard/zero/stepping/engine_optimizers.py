@@ -17,12 +17,12 @@ from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.optim.classes.description import described
 from zeroshard.optim.classes.kept_states import CHECKPOINT, KeptStates
 from zeroshard.optim.named_shards import NamedShard, ShardReader, restore_settings
-from zeroshard.zero.buffers.flat_layout import WHOLE
+from zeroshard.zero.core.layout import WHOLE
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.optimizers.methods import install_methods
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.observer import Observer
 

@@ -21,15 +21,13 @@ from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.comm.base import DONE
-from zeroshard.zero.buffers.reduction import StatefulReducer
-from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
-from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.rank_groups import RankGroups
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.transport.exact_sum import CHUNK_NUMEL, OTHER_CHUNK_NUMEL, ExactGradientSum
 
 
-class ExactReducer(StatefulReducer):
+class ExactReducer:
     """Adds the gradients of every backward to one exact sum; the optimizer sees this sum rounded.
 
     Args:
@@ -42,8 +40,8 @@ class ExactReducer(StatefulReducer):
         chunk_numel: see `ExactGradientSum`; a memory plan sets it to that of the device for which it plans.
     """
 
-    accumulates = True
     needs_even_shards = True
+    rounding = None
 
     def __init__(
         self,
@@ -54,7 +52,8 @@ class ExactReducer(StatefulReducer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(layout, strategy, rank_groups)
+        self.comm, self.everywhere = rank_groups.shard_group, strategy.optim is not SHARD
+        self.running_sum = self
         self._interval = slice(*layout.interval(self.comm.rank))
         self._dtype, self._device = dtype, device
         self.chunk_numel = CHUNK_NUMEL.get(device.type, OTHER_CHUNK_NUMEL)
@@ -83,7 +82,7 @@ class ExactReducer(StatefulReducer):
         return [] if self.exact is None else [self.exact.high, self.exact.low]
 
 
-class ExactReduction(GradientReduction):
+class ExactReduction:
     """A reduce-scatter of one micro-batch's gradients into an exact sum; an all-reduce if all ranks need the sum.
 
     Args:

@@ -7,12 +7,11 @@ from torch import Tensor
 from zeroshard.comm import Communicator, Work
 from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.plain import BufferFacts, Members
-from zeroshard.zero.buffers.reduction import StatefulReducer
-from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.ranks import RankGroups
+from zeroshard.zero.core.reduction import GradientReducer, GradientReduction, PlainReducer
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
-from zeroshard.zero.rank_groups import RankGroups
 from zeroshard.zero.transport.exact_sums import ExactReducer
 from zeroshard.zero.transport.node_copy import NodeTransport, TransportOverNodes
 from zeroshard.zero.transport.node_reduce import NodeReduce
@@ -36,7 +35,7 @@ class AllMembers(Members):
             return NodeTransport(transport, buffer.rank_groups.node_group, compute_dtype, buffer.device)
         return transport
 
-    def reducer(self, buffer: BufferFacts) -> StatefulReducer:
+    def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """Return the reducer of the buffer's gradients."""
         facts = buffer.layout, buffer.strategy, buffer.rank_groups
         precision, form = buffer.precision, buffer.precision.gradients_format(buffer.dtype)
@@ -45,13 +44,13 @@ class AllMembers(Members):
         if form is not None and buffer.strategy.optim is SHARD:
             rounding = Rounding(precision.rounding_seed, buffer.name, buffer.rank_groups.world.rank)
             return PackedReducer(*facts, form, rounding)
-        return StatefulReducer(*facts)
+        return PlainReducer(*facts)
 
 
 ALL = AllMembers()
 
 
-class PackedReducer(StatefulReducer):
+class PackedReducer:
     """Reduces gradients in a wire format.
 
     Args:
@@ -62,25 +61,28 @@ class PackedReducer(StatefulReducer):
     """
 
     needs_even_shards = True
+    running_sum = None
 
     def __init__(
         self, layout: FlatLayout, strategy: ShardingStrategy, rank_groups: RankGroups, form: Format, rounding: Rounding
     ) -> None:
-        super().__init__(layout, strategy, rank_groups)
-        self._form, self._nodes, self._keys, self.rounding = form, rank_groups.nodes, rounding, rounding
+        self._plain = PlainReducer(layout, strategy, rank_groups)
+        self._form, self._nodes, self._keys = form, rank_groups.nodes, rounding
+        self.rounding = rounding
 
     def begin(self, local: Tensor) -> GradientReduction:
         """Return a reduction of ``local [padded_numel]``. Collective."""
-        if self.replicate_group.world_size > 1:
-            return PackedOverReplicas(super().begin(local), self.replicate_group, self._form, self._keys)
-        if self.comm.world_size == 1:
-            return super().begin(local)
+        comm, replicate_group = self._plain.comm, self._plain.replicate_group
+        if replicate_group.world_size > 1:
+            return PackedOverReplicas(self._plain.begin(local), replicate_group, self._form, self._keys)
+        if comm.world_size == 1:
+            return self._plain.begin(local)
         if self._nodes is None:
-            return PackedReduce(self.comm, self._form, local, self._keys)
+            return PackedReduce(comm, self._form, local, self._keys)
         return NodeReduce(self._nodes, self._form, local, self._keys)
 
 
-class PackedOverReplicas(GradientReduction):
+class PackedOverReplicas:
     """A reduction in the shard group, then `AcrossReplicas`, which reads the shard that it gives."""
 
     def __init__(

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from zeroshard.comm import Work, all_to_all, empty_for
 from zeroshard.settings.wire_formats import Format, Rounding
-from zeroshard.zero.core.gradients import GradientReduction
-from zeroshard.zero.rank_groups import Nodes
+from zeroshard.zero.core.ranks import Nodes
 from zeroshard.zero.transport import wire
 
 
-class NodeReduce(GradientReduction):
+class NodeReduce:
     """A reduce-scatter of two collectives; the second can be issued only when the first is done.
 
     See [Note: Several collectives] in `gradients`.

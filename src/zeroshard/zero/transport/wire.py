@@ -25,7 +25,6 @@ from zeroshard.comm import Communicator, Work, all_to_all, empty_for
 from zeroshard.host.lazily import loaded
 from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
-from zeroshard.zero.core.gradients import GradientReduction
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.transport.node_copy import TransportOverNodes
 
@@ -112,7 +111,7 @@ class PackedTransport(TransportOverNodes):
         return torch.uint8, self.layout.world_size * self._form.num_bytes(self.layout.shard_numel)
 
 
-class PackedReduce(GradientReduction):
+class PackedReduce:
     """A reduce-scatter in a wire format: an all-to-all of quantised shards, and the sum in the order of ranks.
 
     Args:

@@ -9,7 +9,7 @@ least so far, and all shards are as long as the longest::
 
 So the longest shard is at most 4/3 of the shortest possible (`zeroshard.zero.whole_tensors.balance`), which is at least
 the largest tensor. A buffer with few tensors on many ranks would be mostly padding. There each shard is only as long as
-what its rank owns, and most ranks own nothing (`WholeLayout.intervals`). Each owner broadcasts its shard, and a
+what its rank owns, and most ranks own nothing (`Uneven`). Each owner broadcasts its shard, and a
 reduction is an all-reduce of which each rank keeps its shard. That sends up to twice the bytes of a reduce-scatter of
 the same buffer, and fewer than a reduce-scatter of a buffer padded to equal shards.
 """
@@ -17,7 +17,7 @@ the same buffer, and fewer than a reduce-scatter of a buffer padded to equal sha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,9 +32,8 @@ from zeroshard.comm.base import AllOf
 from zeroshard.optim.classes.reach import OptimizerKind, Reach
 from zeroshard.optim.classes.requirements import classify
 from zeroshard.settings import rules
-from zeroshard.zero.buffers.flat_layout import WHOLE, FlatLayout
 from zeroshard.zero.buffers.unit import LaysOut
-from zeroshard.zero.core.layout import ALIGNMENT, Piece, Slot
+from zeroshard.zero.core.layout import ALIGNMENT, WHOLE, FlatLayout, Slot
 from zeroshard.zero.whole_tensors.balance import largest_first
 
 MOSTLY_PADDING = 4
@@ -48,45 +47,27 @@ bits at each stage."""
 
 
 @dataclass(frozen=True)
-class WholeLayout(FlatLayout):
-    """Slots in a flat buffer, each within one part of one shard; `whole_layout` makes one."""
+class Uneven:
+    """Shards that are only as long as what their ranks own: `zeroshard.zero.core.layout.UnevenShards`."""
 
-    longest: int = 0  # elements of the longest shard
-    # if shards differ in length, ``(rank, start, stop)`` of each rank that owns something, in order; None if all shards
-    # have one length
-    intervals: tuple[tuple[int, int, int], ...] | None = None
-    keeps_tensors_whole = True
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements of the longest shard."""
-        return self.longest
+    world_size: int
+    intervals: tuple[tuple[int, int, int], ...]  # ``(rank, start, stop)`` of each rank that owns something, in order
 
     @property
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
-        if self.intervals is None:
-            return self.longest * self.world_size
         return aligned(self.intervals[-1][2], self.world_size) if self.intervals else 0  # any group's size divides it
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[int, int]]:
-        return {rank: (start, stop) for rank, start, stop in self.intervals or ()}
+        return {rank: (start, stop) for rank, start, stop in self.intervals}
 
     def interval(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of ``rank``'s shard in the flat buffer; (0, 0) if it owns nothing."""
-        return super().interval(rank) if self.intervals is None else self._by_rank.get(rank, (0, 0))
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """Return each rank's shard of ``flat [padded_numel]``, in the order of ranks; empty: the rank owns nothing."""
-        if self.intervals is None:
-            return super().split(flat)
-        return [flat[slice(*self.interval(rank))] for rank in range(self.world_size)]
+        return self._by_rank.get(rank, (0, 0))
 
     def gather(self, comm: Communicator, full: Tensor, own: Tensor) -> Work:
         """Start to gather every rank's shard ``own`` into ``full [padded_numel]``, of which ``own`` may be a slice."""
-        if self.intervals is None:
-            return super().gather(comm, full, own)
         start, stop = self.interval(comm.rank)
         if stop > start and own.data_ptr() != full[start:stop].data_ptr():
             full[start:stop].copy_(own)
@@ -94,27 +75,17 @@ class WholeLayout(FlatLayout):
 
     def reduce(self, comm: Communicator, target: Tensor, local: Tensor) -> Work:
         """Start to sum all ranks' ``local [padded_numel]``, this rank's shard of the sum into ``target``."""
-        if self.intervals is None:
-            return super().reduce(comm, target, local)
         start, stop = self.interval(comm.rank)
         return _Kept(comm.all_reduce(local), target, local[start:stop])
 
-    def all_reduce(self, comm: Communicator, local: Tensor) -> Work:
-        """Start to sum all ranks' ``local [padded_numel]`` in place, with the bits that `reduce` gives each shard."""
-        return super().all_reduce(comm, local) if self.intervals is None else comm.all_reduce(local)
 
-    def add_loads(self, loads: list[int]) -> None:
-        """Add the elements of the tensors that each part of each rank owns to its entry of ``loads``."""
-        for slot in (slot for slot in self.slots if slot.numel):
-            owner = slot.offset // self.part_numel
-            if self.intervals is not None:
-                owner = next(rank for rank, start, stop in self.intervals if start <= slot.offset < stop)
-            loads[owner] += slot.numel
-
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the piece of each parameter that lies in ``flat[start:stop]``, in order, in the parameter's shape."""
-        for piece in super().pieces(start, stop):
-            yield Piece(piece.slot, piece.interval, piece.offset, self.slots[piece.slot].shape)
+def add_loads(layout: FlatLayout, loads: list[int]) -> None:
+    """Add the elements of the tensors that each part of each rank owns to its entry of ``loads``."""
+    for slot in (slot for slot in layout.slots if slot.numel):
+        owner = slot.offset // layout.part_numel
+        if isinstance(layout.uneven, Uneven):
+            owner = next(rank for rank, start, stop in layout.uneven.intervals if start <= slot.offset < stop)
+        loads[owner] += slot.numel
 
 
 def whole_layout(
@@ -124,7 +95,7 @@ def whole_layout(
     *,
     even: bool = True,
     parts: int = 1,
-) -> WholeLayout:
+) -> FlatLayout:
     """Lay out parameters ``(name, shape)`` so that each lies in one part of one shard.
 
     Args:
@@ -154,21 +125,21 @@ def whole_layout(
         intervals = tuple((rank, end - filled[rank], end) for rank, end in zip(ranks, ends, strict=True))
         begins = {rank: start for rank, start, _ in intervals}
     placed = zip(slots, owners, starts, strict=True)
-    return WholeLayout(
+    return FlatLayout(
         tuple(Slot(s.name, s.shape, begins.get(owner, owner * longest) + start) for s, owner, start in placed),
         world_size,
         parts=parts,
         longest=longest * parts,
-        intervals=intervals,
+        uneven=None if intervals is None else Uneven(world_size, intervals),
     )
 
 
 def balanced(loads: list[int]) -> LaysOut:
     """Return `whole_layout` as `Unit.lay_out_anew` calls it; each layout's elements are added to ``loads``."""
 
-    def lay_out(shapes: Sequence[tuple[str, Sequence[int]]], world_size: int, even: bool, parts: int) -> WholeLayout:
+    def lay_out(shapes: Sequence[tuple[str, Sequence[int]]], world_size: int, even: bool, parts: int) -> FlatLayout:
         layout = whole_layout(shapes, world_size, loads, even=even, parts=parts)
-        layout.add_loads(loads)
+        add_loads(layout, loads)
         return layout
 
     return lay_out
