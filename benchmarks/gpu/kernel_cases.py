@@ -171,6 +171,27 @@ def block_format_cases(dtype: str) -> Iterator[Case]:
     yield Case("block_formats", f"{numel}", dtype, moved, inputs, call, contestants=("eager", "triton"))
 
 
+def frozen_weight_cases(dtype: str) -> Iterator[Case]:
+    """Decoding the weights of a block of an 8B model, as frozen weights of four bits are before each use."""
+    numel = 218_112_000 if ON_GPU else 64 * 100
+    for double in (False, True):
+        form = BlockFormat("nf4", 64, double)
+
+        def call(who: Choice, flat: Tensor, packed: Tensor, form: BlockFormat = form) -> Any:
+            kernels.dequantise(packed, flat, form, kernels=who)
+            return flat
+
+        def inputs(form: BlockFormat = form) -> list[Tensor]:
+            weights = normal(numel, dtype=DTYPES[dtype])
+            packed = torch.empty(form.num_bytes(numel), dtype=torch.uint8, device=DEVICE)
+            kernels.quantise(weights, packed, form)
+            return [weights, packed]
+
+        moved = {"forward": numel * DTYPES[dtype].itemsize + form.num_bytes(numel)}
+        shape = f"nf4 {numel}{', scales as codes' * double}"
+        yield Case("frozen_weights", shape, dtype, moved, inputs, call, contestants=("eager", "triton"))
+
+
 def with_both(moved: dict[str, int]) -> dict[str, int]:
     """Add the mode ``both``: forward and backward together."""
     return {**moved, "both": moved["forward"] + moved["backward"]}
@@ -184,4 +205,5 @@ CASES: dict[str, Callable[[str], Iterator[Case]]] = {
     "cross_entropy": cross_entropy_cases,
     "linear_cross_entropy": linear_cross_entropy_cases,
     "block_formats": block_format_cases,
+    "frozen_weights": frozen_weight_cases,
 }

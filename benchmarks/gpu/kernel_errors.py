@@ -34,6 +34,10 @@ def errors(toy: bool) -> Iterator[dict[str, object]]:
         for name in FORMATS:
             for kind, key in (("nearest", None), ("stochastic", rounding_key(0, 0, "root", 0))):
                 yield from _packs(f"{name}, {kind}, {numel}", flat, BlockFormat(name), key, on_cpu=numel < 2**24)
+        for double in (False, True):
+            form = BlockFormat("nf4", 64, double)
+            case = f"nf4{', scales as codes' * double}, nearest, {numel}"
+            yield from _packs(case, flat, form, None, on_cpu=numel < 2**24 and not double)  # the scales' mean is a sum
 
 
 def _packs(case: str, flat: Tensor, form: BlockFormat, key: int | None, *, on_cpu: bool) -> Iterator[dict[str, object]]:

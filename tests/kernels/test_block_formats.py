@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from zeroshard.host.errors import UserError
 from zeroshard.kernels import block_formats, dequantise, dequantised_sum, quantise
-from zeroshard.settings.wire_formats import FORMATS, BlockFormat, DtypeFormat, rounding_key
+from zeroshard.settings.wire_formats import FORMATS, WEIGHT_FORMATS, BlockFormat, DtypeFormat, rounding_key
 
 TINY = 2.0**-126
 LARGEST = {"int8": 127, "int4": 7, "e4m3": 448}
@@ -147,7 +147,7 @@ def test_a_block_that_is_not_finite_stays_so_and_the_others_are_as_before(name, 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_block_with_nan_or_inf_has_a_nan_for_its_scale_and_arrives_as_nan(name, dtype, triton, device):
     """Among finite numbers and among zeros, alone and with others; the reference and the kernel alike."""
@@ -225,7 +225,7 @@ def test_a_number_that_does_not_fit_is_named():
     for block in (0, -16, 24, 8, 8192, 2.0, True):
         with pytest.raises(UserError, match=f"^block: blocks of {block!r} elements do not pack"):
             BlockFormat("int8", block)
-    with pytest.raises(UserError, match=r"^format: 'int3' is no block format; choose one of int8, int4, e4m3"):
+    with pytest.raises(UserError, match=r"^format: 'int3' is no block format; choose one of nf4, int8, int4, e4m3"):
         BlockFormat("int3")
     form, values = BlockFormat("int8"), torch.zeros(10)
     with pytest.raises(ValueError, match=r"^packed: torch.uint8 \(15,\); give a contiguous \[16\] of uint8"):
@@ -237,8 +237,9 @@ def test_a_number_that_does_not_fit_is_named():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "stochastic"), [("nf4", False), *((name, stochastic) for name in FORMATS for stochastic in (False, True))]
+)
 @pytest.mark.parametrize(
     ("numel", "block"),
     [(100, 48), pytest.param(1, 16, marks=pytest.mark.soak), pytest.param(5001, 256, marks=pytest.mark.soak)],

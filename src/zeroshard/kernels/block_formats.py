@@ -8,6 +8,8 @@ rounding one of the two codes around it:
     int8     codes -127 .. 127, a byte each
     int4     codes -7 .. 7, two a byte: the block's first half in the low four bits, its second in the high four
     e4m3     8-bit floating point, largest 448 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433)
+    nf4      codes 0 .. 15, two a byte as int4's: 16 quantiles of the normal distribution between -1 and 1, for frozen
+             weights; rounded to the nearest only (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314, section 3)
 
 Let s be the scale. The error of an integer code is at most s / 2 with rounding to nearest, and less than s with
 stochastic rounding. e4m3 keeps four significant bits: its error is at most 2^-4 of the number itself, or 2^-10 s near
@@ -41,14 +43,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.kernels import scale_codes
 from zeroshard.kernels.block_kernels import GOLDEN, LARGEST_NOISE, NOISE_HASH, TINY, dequantise_blocks, quantise_blocks
 from zeroshard.kernels.checks import check_floating
 from zeroshard.kernels.dispatch import Choice, choose
-from zeroshard.settings.wire_formats import BLOCK, LARGEST, MOST_IN_BLOCK, SCALE_BYTES, BlockFormat, DtypeFormat, Format
+from zeroshard.settings.wire_formats import (
+    BLOCK,
+    LARGEST,
+    MOST_IN_BLOCK,
+    SCALE_BYTES,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    DtypeFormat,
+    Format,
+)
 
 _CHUNK = 1 << 17  # elements that the reference quantises at a time: they fit in a cache
 _NUM_NOISES = 1 << 16
 _MASK = 2**64 - 1
+NF4 = (  # quantiles of the normal distribution, scaled to [-1, 1], with an exact 0: QLoRA, appendix E
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 
 
 # ---------------------------------------------------------------------------------------------------- reference
@@ -65,7 +82,7 @@ class _Place(NamedTuple):
 def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: int | None = None) -> None:
     """`quantise` in PyTorch, in pieces that fit in a cache."""
     numel, device = values.numel(), values.device
-    _clear_rest(packed, numel, form)
+    scales, codes = _scales_and_codes(packed, numel, form)
     places = _places(numel, form.block, _CHUNK)
     length = places[0].count * places[0].width
     scratch = torch.empty(length if key is None else 2 * length, device=device)
@@ -76,14 +93,16 @@ def quantise_reference(values: Tensor, packed: Tensor, form: BlockFormat, key: i
             own = offsets if len(places) == 1 else offsets[place.block : place.block + place.count]
             torch.index_select(_noise_table(device)[:, : place.width], 0, own, out=noise)
         rows, scaled = _rows(values, place.block * form.block, place), _rows(scratch, 0, place)
-        _quantise_rows(rows, *_parts(packed, numel, form, place), form, noise, scaled)
+        _quantise_rows(rows, *_parts(scales, codes, form, place), form, noise, scaled)
+    _close(packed, scales, numel, form)
 
 
 def dequantise_reference(packed: Tensor, values: Tensor, form: BlockFormat) -> None:
     """`dequantise` in PyTorch, in pieces that fit in a cache."""
+    scales, codes = _scales_and_codes(packed, values.numel(), form, read=True)
     for place in _places(values.numel(), form.block, _CHUNK):
         rows = _rows(values, place.block * form.block, place)
-        _dequantise_rows(*_parts(packed, values.numel(), form, place), rows, form)
+        _dequantise_rows(*_parts(scales, codes, form, place), rows, form)
 
 
 def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Format) -> None:
@@ -114,7 +133,7 @@ def sum_reference(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: Fo
 def _received(packed: Tensor, numel: int, form: Format, place: _Place, out: Tensor) -> None:
     """Write the numbers that a packed row has at ``place`` into ``out [count, width]`` fp32."""
     if isinstance(form, BlockFormat):
-        _dequantise_rows(*_parts(packed, numel, form, place), out, form)
+        _dequantise_rows(*_parts(*_scales_and_codes(packed, numel, form, read=True), form, place), out, form)
     else:
         out.copy_(_rows(packed.view(form.dtype), place.block * BLOCK, place))
 
@@ -132,19 +151,37 @@ def _rows(flat: Tensor, start: int, place: _Place) -> Tensor:
     return flat.as_strided((place.count, place.width), (place.width, 1), flat.storage_offset() + start)
 
 
-def _parts(packed: Tensor, numel: int, form: BlockFormat, place: _Place) -> tuple[Tensor, Tensor]:
-    """Return views of ``packed``: scales ``[count, 1]`` fp32 and codes ``[count, code bytes of width]`` int8."""
-    words, codes = packed.view(torch.float32), packed.view(torch.int8)
-    scales = words.as_strided((place.count, 1), (1, 1), words.storage_offset() + place.block)
-    start = SCALE_BYTES * form.num_blocks(numel) + place.block * form.code_bytes(form.block)
-    return scales, _rows(codes, start, _Place(place.block, place.count, form.code_bytes(place.width)))
+def _scales_and_codes(packed: Tensor, numel: int, form: BlockFormat, *, read: bool = False) -> tuple[Tensor, Tensor]:
+    """Return scales ``[num_blocks]`` fp32 and codes int8 of a packed tensor: views of it, but scales kept as codes.
+
+    Those are a tensor of its own: read from ``packed`` if ``read``, else to be written there by `_close`.
+    """
+    head, num_blocks = form.head_bytes(numel), form.num_blocks(numel)
+    words, codes = packed.view(torch.float32), packed.view(torch.int8)[head:]
+    if not form.double:
+        return words[:num_blocks], codes
+    scales = torch.empty(num_blocks, device=packed.device)
+    if read:
+        scale_codes.decode(words[: head // SCALE_BYTES], packed[head + form.code_bytes(numel) :][:num_blocks], scales)
+    return scales, codes
 
 
-def _clear_rest(packed: Tensor, numel: int, form: BlockFormat) -> None:
-    """Zero the bytes that pad ``packed`` to a multiple of 16."""
-    filled = SCALE_BYTES * form.num_blocks(numel) + form.code_bytes(numel)
+def _close(packed: Tensor, scales: Tensor, numel: int, form: BlockFormat) -> None:
+    """Write scales that are kept as codes, and zero the bytes that pad ``packed`` to a multiple of 16."""
+    head, filled = form.head_bytes(numel), form.head_bytes(numel) + form.code_bytes(numel)
+    if form.double:
+        codes = packed[filled : filled + len(scales)]
+        scale_codes.encode(scales, packed[:head].view(torch.float32), codes)
+        filled += len(scales)
     if filled < len(packed):
         packed[filled:].zero_()
+
+
+def _parts(scales: Tensor, codes: Tensor, form: BlockFormat, place: _Place) -> tuple[Tensor, Tensor]:
+    """Return views of what a place has: scales ``[count, 1]`` fp32 and codes ``[count, code bytes of width]`` int8."""
+    own = scales.as_strided((place.count, 1), (1, 1), scales.storage_offset() + place.block)
+    start = place.block * form.code_bytes(form.block)
+    return own, _rows(codes, start, _Place(place.block, place.count, form.code_bytes(place.width)))
 
 
 def _quantise_rows(
@@ -167,14 +204,17 @@ def _quantise_rows(
         codes.copy_(rounded.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.int8))
         codes.masked_fill_(codes == -128, 0)  # -0 becomes +0
         return
-    if noise is not None:
-        scaled.add_(noise)
-    scaled.round_()  # never above the largest code: x / scale exceeds it in its last bits at most
+    if form.name == "nf4":
+        numbers = _nf4_codes(scaled)
+    else:
+        if noise is not None:
+            scaled.add_(noise)
+        numbers = scaled.round_()  # never above the largest code: x / scale exceeds it in its last bits at most
     if form.name == "int8":
-        codes.copy_(scaled)
+        codes.copy_(numbers)
         return
     half = codes.shape[1]
-    low, high = scaled.to(torch.int8).tensor_split((half,), 1)
+    low, high = numbers.to(torch.int8).tensor_split((half,), 1)
     torch.bitwise_and(low, 15, out=codes)
     codes[:, : high.shape[1]].bitwise_or_(high.bitwise_left_shift_(4))
 
@@ -186,9 +226,52 @@ def _dequantise_rows(scales: Tensor, codes: Tensor, rows: Tensor, form: BlockFor
         half = codes.shape[1]
         wide[:, :half].copy_(codes.bitwise_left_shift(4).bitwise_right_shift_(4))
         wide[:, half:].copy_(codes.bitwise_right_shift(4)[:, : rows.shape[1] - half])
+    elif form.name == "nf4":
+        half, (low, high) = codes.shape[1], _nf4_bytes(codes.device)
+        flat = codes.view(torch.uint8).int().view(-1)
+        wide[:, :half].copy_(low.index_select(0, flat).view(codes.shape))
+        wide[:, half:].copy_(high.index_select(0, flat).view(codes.shape)[:, : rows.shape[1] - half])
     else:
         wide.copy_(codes if form.name == "int8" else codes.view(torch.float8_e4m3fn))
     torch.mul(wide, scales, out=rows)
+
+
+@cache
+def nf4_table(device: torch.device) -> Tensor:
+    """Return ``[31]`` fp32: the 16 numbers of nf4, then the 15 that lie half-way between two of them."""
+    numbers = torch.tensor(NF4, device=device)
+    return torch.cat([numbers, (numbers[:-1] + numbers[1:]) / 2])
+
+
+@cache
+def _nf4_bins(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for 65 bins of [-1, 1] how many of nf4's halfway numbers lie in earlier bins, and its own (Inf: none)."""
+    halfway = nf4_table(device)[len(NF4) :]
+    bins = _bin_of(halfway)
+    earlier = (bins < torch.arange(65, device=device)[:, None]).sum(1, dtype=torch.int32)
+    return earlier, torch.full((65,), torch.inf, device=device).index_copy_(0, bins.long(), halfway)
+
+
+@cache
+def _nf4_bytes(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for each byte the number of its low and of its high four bits, ``[256]`` fp32 each."""
+    byte = torch.arange(256, device=device)
+    numbers = nf4_table(device)[: len(NF4)]
+    return numbers[byte & 15], numbers[byte >> 4]
+
+
+def _bin_of(numbers: Tensor) -> Tensor:
+    """The bin, 0 to 64, of fp32 numbers between about -1 and 1: bins are narrower than nf4's numbers are apart."""
+    return numbers.mul(32).add_(32).clamp_(0, 64).int()
+
+
+def _nf4_codes(scaled: Tensor) -> Tensor:
+    """The codes int32 of the nf4 numbers that are nearest to fp32 numbers, of which NaN get any."""
+    earlier, halfway = _nf4_bins(scaled.device)
+    bins = _bin_of(scaled.nan_to_num_(0.0)).view(-1)
+    codes = earlier.index_select(0, bins)
+    codes.add_(scaled.view(-1) > halfway.index_select(0, bins))
+    return codes.view(scaled.shape)
 
 
 @cache
@@ -250,9 +333,11 @@ def quantise(
         kernels: backend; see `zeroshard.kernels.use_kernels`.
 
     Raises:
-        ValueError: an invalid argument; the message begins with its name.
+        ValueError: an invalid argument, or a ``key`` with nf4; the message begins with the argument's name.
     """
     _check(values, packed, form)
+    if key is not None and isinstance(form, BlockFormat) and form.name == "nf4":
+        raise ValueError("key: nf4 rounds to the nearest code only; leave it out")
     if values.is_meta or not values.numel():
         return
     if isinstance(form, DtypeFormat):
@@ -261,9 +346,11 @@ def quantise(
         with torch._C._DisableTorchDispatch():
             quantise_reference(values, packed, form, key)
     else:
-        _clear_rest(packed, values.numel(), form)
-        largest = LARGEST[form.name]
-        quantise_blocks(values, packed, form.name, form.block, largest, 0 if key is None else key, key is not None)
+        scales, codes = _scales_and_codes(packed, values.numel(), form)
+        table, largest = _table(form, values.device), LARGEST[form.name]
+        noise = 0 if key is None else key, key is not None
+        quantise_blocks(values, scales, codes, table, form.name, form.block, largest, *noise)
+        _close(packed, scales, values.numel(), form)
 
 
 @torch.no_grad()
@@ -278,7 +365,8 @@ def dequantise(packed: Tensor, values: Tensor, form: Format, *, kernels: Choice 
         with torch._C._DisableTorchDispatch():
             dequantise_reference(packed, values, form)
     else:
-        dequantise_blocks(packed, values, form.name, form.block)
+        scales, codes = _scales_and_codes(packed, values.numel(), form, read=True)
+        dequantise_blocks(scales, codes, values, _table(form, values.device), form.name, form.block)
 
 
 @torch.no_grad()
@@ -318,12 +406,19 @@ def dequantised_sum(
     target.copy_(total)
 
 
+def _table(form: BlockFormat, device: torch.device) -> Tensor | None:
+    if form.name != "nf4":
+        return None
+    with torch._C._DisableTorchDispatch():
+        return nf4_table(device)
+
+
 def _check(values: Tensor, packed: Tensor, form: Format) -> None:
     check_floating("values", values)
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(f"values: shape {tuple(values.shape)}, strides {values.stride()}; give a contiguous [n]")
-    if isinstance(form, BlockFormat) and form.name not in ("int8", "int4", "e4m3"):
-        raise ValueError(f"form: {form.name!r} has no conversion here; choose int8, int4 or e4m3")
+    if isinstance(form, BlockFormat) and form.name not in WEIGHT_FORMATS:
+        raise ValueError(f"form: {form.name!r} has no conversion here; choose one of {', '.join(WEIGHT_FORMATS)}")
     num_bytes = form.num_bytes(values.numel())
     if packed.dtype != torch.uint8 or packed.shape != (num_bytes,) or not packed.is_contiguous():
         raise ValueError(f"packed: {packed.dtype} {tuple(packed.shape)}; give a contiguous [{num_bytes}] of uint8")

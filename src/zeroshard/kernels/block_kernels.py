@@ -73,9 +73,20 @@ def _codes(x, inverse, noise, largest, E4M3: tl.constexpr, STOCHASTIC: tl.conste
 
 
 @jit
+def _nf4_codes(x, inverse, table_ptr):
+    """The codes of the nearest numbers: how many of the 15 numbers half-way between two lie below."""
+    x = x * inverse[:, None]
+    code = (x > tl.load(table_ptr + 16)).to(tl.uint8)
+    for place in tl.static_range(17, 31):
+        code += (x > tl.load(table_ptr + place)).to(tl.uint8)
+    return code
+
+
+@jit
 def _quantise_kernel(
-    values_ptr, scales_ptr, codes_ptr, numel, num_blocks, key, largest, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr,
+    values_ptr, scales_ptr, codes_ptr, table_ptr, numel, num_blocks, key, largest, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, NF4: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # 32 bits, as all that follows
@@ -97,9 +108,13 @@ def _quantise_kernel(
     noise_high = _noise(rows, high, key) if STOCHASTIC else high
     x = tl.where(bad[:, None], 0.0, x)
     y = tl.where(bad[:, None], 0.0, y)
-    first = _codes(x, inverse, noise_low, largest, E4M3, STOCHASTIC)
-    second = _codes(y, inverse, noise_high, largest, E4M3, STOCHASTIC)
-    if INT4:
+    if NF4:
+        first = _nf4_codes(x, inverse, table_ptr)
+        second = _nf4_codes(y, inverse, table_ptr)
+    else:
+        first = _codes(x, inverse, noise_low, largest, E4M3, STOCHASTIC)
+        second = _codes(y, inverse, noise_high, largest, E4M3, STOCHASTIC)
+    if INT4 or NF4:
         second = tl.where(has_high, second, second * 0)
         tl.store(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, (first & 15) | (second << 4), mask=has_low)
     else:
@@ -119,8 +134,8 @@ def _number(code, scale, E4M3: tl.constexpr):
 
 @jit
 def _dequantise_kernel(
-    scales_ptr, codes_ptr, values_ptr, numel, num_blocks, BLOCK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    INT4: tl.constexpr, E4M3: tl.constexpr,
+    scales_ptr, codes_ptr, values_ptr, table_ptr, numel, num_blocks, BLOCK: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, INT4: tl.constexpr, E4M3: tl.constexpr, NF4: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     width = tl.minimum(numel - rows * BLOCK, BLOCK).to(tl.int32)[:, None]  # 32 bits, as all that follows
@@ -129,17 +144,22 @@ def _dequantise_kernel(
     high = low + half
     has_low, has_high = low < half, (low < half) & (high < width)
     scale = tl.load(scales_ptr + rows, mask=rows < num_blocks, other=0.0)
-    if INT4:
-        both = tl.load(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, mask=has_low, other=0).to(tl.int32)
-        first = ((both << 28) >> 28).to(tl.uint8)
-        second = ((both << 24) >> 28).to(tl.uint8)
-    else:
-        first = tl.load(codes_ptr + (rows * BLOCK)[:, None] + low, mask=has_low, other=0)
-        second = tl.load(codes_ptr + (rows * BLOCK)[:, None] + high, mask=has_high, other=0)
     places = values_ptr + (rows * BLOCK)[:, None]
     dtype: tl.constexpr = values_ptr.dtype.element_ty
-    tl.store(places + low, _number(first, scale, E4M3).to(dtype), mask=has_low)
-    tl.store(places + high, _number(second, scale, E4M3).to(dtype), mask=has_high)
+    if NF4:
+        both = tl.load(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, mask=has_low, other=0).to(tl.int32)
+        tl.store(places + low, (tl.load(table_ptr + (both & 15)) * scale[:, None]).to(dtype), mask=has_low)
+        tl.store(places + high, (tl.load(table_ptr + (both >> 4)) * scale[:, None]).to(dtype), mask=has_high)
+    else:
+        if INT4:
+            both = tl.load(codes_ptr + (rows * (BLOCK // 2))[:, None] + low, mask=has_low, other=0).to(tl.int32)
+            first = ((both << 28) >> 28).to(tl.uint8)
+            second = ((both << 24) >> 28).to(tl.uint8)
+        else:
+            first = tl.load(codes_ptr + (rows * BLOCK)[:, None] + low, mask=has_low, other=0)
+            second = tl.load(codes_ptr + (rows * BLOCK)[:, None] + high, mask=has_high, other=0)
+        tl.store(places + low, _number(first, scale, E4M3).to(dtype), mask=has_low)
+        tl.store(places + high, _number(second, scale, E4M3).to(dtype), mask=has_high)
 
 
 # ---------------------------------------------------------------------------------------------------- launchers
@@ -151,25 +171,28 @@ def _shape(numel: int, block: int) -> tuple[int, int, int]:
     return -(-numel // block), half, max(TILE // (2 * half), 1)
 
 
-@opaque("quantise_blocks", "packed")
+@opaque("quantise_blocks", "scales", "codes")
 def quantise_blocks(
-    values: Tensor, packed: Tensor, name: str, block: int, largest: float, key: int, stochastic: bool
-) -> None:
-    """values [n], packed as `BlockFormat` says; ``key`` is used only if ``stochastic``."""
+    values: Tensor, scales: Tensor, codes: Tensor, table: Tensor | None, name: str, block: int, largest: float,
+    key: int, stochastic: bool,
+) -> None:  # fmt: skip
+    """values [n], scales [num_blocks] fp32, codes int8; ``table``: nf4's numbers; ``key``: if ``stochastic``."""
     num_blocks, half, rows = _shape(values.numel(), block)
-    scales, codes = packed[: 4 * num_blocks].view(torch.float32), packed[4 * num_blocks :]
     _quantise_kernel[(-(-num_blocks // rows),)](
-        values, scales, codes, values.numel(), num_blocks, key or 2**62, largest, BLOCK=block, HALF=half, ROWS=rows,
-        INT4=name == "int4", E4M3=name == "e4m3", STOCHASTIC=stochastic, enable_fp_fusion=False,
+        values, scales, codes.view(torch.uint8), scales if table is None else table, values.numel(), num_blocks,
+        key or 2**62, largest, BLOCK=block, HALF=half, ROWS=rows, INT4=name == "int4", E4M3=name == "e4m3",
+        NF4=name == "nf4", STOCHASTIC=stochastic, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @opaque("dequantise_blocks", "values")
-def dequantise_blocks(packed: Tensor, values: Tensor, name: str, block: int) -> None:
-    """packed as `BlockFormat` says, values [n]."""
+def dequantise_blocks(
+    scales: Tensor, codes: Tensor, values: Tensor, table: Tensor | None, name: str, block: int
+) -> None:
+    """values [n], the others as in `quantise_blocks`."""
     num_blocks, half, rows = _shape(values.numel(), block)
-    scales, codes = packed[: 4 * num_blocks].view(torch.float32), packed[4 * num_blocks :]
     _dequantise_kernel[(-(-num_blocks // rows),)](
-        scales, codes, values, values.numel(), num_blocks, BLOCK=block, HALF=half, ROWS=rows,
-        INT4=name == "int4", E4M3=name == "e4m3", enable_fp_fusion=False,
+        scales, codes.view(torch.uint8), values, scales if table is None else table, values.numel(), num_blocks,
+        BLOCK=block, HALF=half, ROWS=rows, INT4=name == "int4", E4M3=name == "e4m3", NF4=name == "nf4",
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 
 FormatName = Literal["int8", "int4", "e4m3"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+WEIGHT_FORMATS = ("nf4", *FORMATS)
+"""Formats in which frozen weights may be kept: those of the wire, and one for normally distributed numbers."""
 SAME_AS: dict[str, FormatName] = {"fp8": "e4m3"}
 """Aliases: other name -> format."""
-LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0}
+LARGEST = {"int8": 127.0, "int4": 7.0, "e4m3": 448.0, "nf4": 1.0}
 BLOCK = 256
 BLOCK_STEP, MOST_IN_BLOCK = 16, 4096
 SCALE_BYTES = 4
+SCALES_IN_GROUP = 256  # scales that share a scale themselves, where they are kept as codes of 8 bits
 ROW_BYTES = 16  # the size of a packed tensor is a multiple of it, so that adjacent packed tensors stay aligned
 
 
@@ -33,13 +36,14 @@ class BlockFormat:
         UserError: (a ValueError) there is no such format, or ``block`` is not a multiple of 16 from 16 to 4096.
     """
 
-    name: FormatName  # ``"int8"``, ``"int4"`` or ``"e4m3"``, which may be given as ``"fp8"``
+    name: FormatName | Literal["nf4"]  # one of `WEIGHT_FORMATS`; ``"e4m3"`` may be given as ``"fp8"``
     block: int = BLOCK  # number of elements that share a scale
+    double: bool = False  # scales are kept as codes of 8 bits themselves (Dettmers et al. 2023, section 3)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", SAME_AS.get(self.name, self.name))
-        if self.name not in FORMATS:
-            raise UserError("format", f"{self.name!r} is no block format", f"choose one of {', '.join(FORMATS)}")
+        if self.name not in WEIGHT_FORMATS:
+            raise UserError("format", f"{self.name!r} is no block format", f"choose one of {', '.join(WEIGHT_FORMATS)}")
         check_block("block", self.block)
 
     def num_blocks(self, numel: int) -> int:
@@ -48,11 +52,20 @@ class BlockFormat:
 
     def code_bytes(self, numel: int) -> int:
         """Bytes of the codes of ``numel`` elements."""
-        return -(-numel // 2) if self.name == "int4" else numel
+        return -(-numel // 2) if self.name in ("int4", "nf4") else numel
+
+    def head_bytes(self, numel: int) -> int:
+        """Bytes before the codes of ``numel`` elements: their scales, or their scales' offset and scales."""
+        blocks = self.num_blocks(numel)
+        return SCALE_BYTES * (1 + -(-blocks // SCALES_IN_GROUP) if self.double else blocks)
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of ``numel`` packed elements: 4 per block and 1 (int4: 1/2) per element, rounded up to 16."""
-        return -(-(SCALE_BYTES * self.num_blocks(numel) + self.code_bytes(numel)) // ROW_BYTES) * ROW_BYTES
+        """Bytes of ``numel`` packed elements, rounded up to 16.
+
+        1 per element (int4, nf4: 1/2), and 4 per block; ``double``: 1 per block, 4 per 256 blocks, and 4.
+        """
+        filled = self.head_bytes(numel) + self.code_bytes(numel) + (self.num_blocks(numel) if self.double else 0)
+        return -(-filled // ROW_BYTES) * ROW_BYTES
 
 
 @dataclass(frozen=True)
