@@ -22,6 +22,8 @@ from zeroshard.train.profiling.flops import model_flops_utilisation, peak_bf16_f
         ("NVIDIA L4", 21.9, 121e12),
         ("NVIDIA L40S", 44.4, 362.05e12),
         ("NVIDIA GeForce RTX 4090", 23.5, 165.2e12),
+        ("NVIDIA GeForce RTX 5070 Ti", 15.5, 87.9e12),
+        ("NVIDIA GeForce RTX 3060", 11.7, 25.5e12),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, 480e12),
         ("Tesla V100-SXM2-16GB", 15.7, None),
     ],
@@ -35,7 +37,12 @@ def test_a_known_device_is_found_by_its_reported_name(reported, memory_gib, peak
 
 def test_a_device_of_a_name_like_a_known_one_is_not_that_one():
     unknown = ("cpu", "", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100")
-    near = ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "NVIDIA H20-3e", "Tesla V100-PCIE-16GB")
+    near = (
+        "NVIDIA GeForce RTX 4070 SUPER",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "NVIDIA H20-3e",
+        "Tesla V100-PCIE-16GB",
+    )
     for name in (*unknown, *near):
         assert device_by_driver_name(name) is None
         assert peak_bf16_flops_per_s(name) is None

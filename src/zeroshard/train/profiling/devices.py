@@ -7,11 +7,11 @@ Memory is what torch reports as "total capacity" in its out-of-memory errors, in
 sheet nor what nvidia-smi prints (for an H100 81559 MiB, of which 79.11 GiB can be used; for an A100, L40S, L4, A10 and
 T4 81920, 46068, 23034, 23028 and 15360 MiB: modal-labs/modal-client, pull request 2797). From users' reports: A100
 39.50 and 79.25, H100 79.11, H100 NVL 93.00, H100 of 96 GB 95.0, B200 178.35, L40S 44.40, A10 21.99, RTX 4090 23.52, RTX
-3090 23.69, RTX 5090 31.36, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03, V100 15.78 and 31.74, T4 14.56,
-MI300X 191.98 (AMD's GB are GiB), B300 267.69, GB200 184.31, GB300 276.50, RTX PRO 6000 94.97, MI355X 287.98, H20 95.1.
-If reports differ, we take the smallest. We found no report of these and assume: H200 NVL as the H200, L4 as the A10,
-MI325X and MI250X as in AMD's data sheets; H800, A800 and L20 as H100, A100 and L40S, for which nvidia-smi prints the
-same.
+3090 23.69, RTX 5090 31.36, RTX 3060 11.75, RTX 4060 7.75, RTX A6000 47.54, RTX 6000 Ada 47.4, A40 44.35, A10G 22.03,
+V100 15.78 and 31.74, T4 14.56, MI300X 191.98 (AMD's GB are GiB), B300 267.69, GB200 184.31, GB300 276.50, RTX PRO 6000
+94.97, MI355X 287.98, H20 95.1. If reports differ, we take the smallest. We found no report of these and assume: H200
+NVL as the H200, L4 as the A10, GeForce boards of 12 and 16 GB 0.97 of that, MI325X and MI250X as in AMD's data sheets;
+H800, A800 and L20 as H100, A100 and L40S, for which nvidia-smi prints the same.
 
 Boards of one chip that are sold with fewer links (H800, A800) sustain the same FLOP/s as that chip's other boards.
 
@@ -44,7 +44,7 @@ KERNEL_S = 4e-6  # from the start of one small kernel to the start of the next
 
 FP8 = "float8_e4m3fn"  # torch's name of the numbers of products in 8 bits
 # Without such products. The data sheets of all other devices of NVIDIA in the table say twice the 16-bit rate.
-_WITHOUT_FP8 = ("a100", "a800", "a40-", "a10", "rtx-a6000", "rtx-3090", "v100", "t4", "mi")
+_WITHOUT_FP8 = ("a100", "a800", "a40-", "a10", "rtx-a6000", "rtx-30", "v100", "t4", "mi")
 
 DiskWork = Literal["walk", "gather", "write"]
 # Of a matrix product's two factors in memory, as BLAS names them: a linear layer computes "nt", its weights' gradient
@@ -158,6 +158,9 @@ _CHIPS = {"a800": "a100", "h800": "h100"}
 _SUSTAINED = ("a100", "a800", "h100", "h200", "h800", "b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x")
 
 
+_ADA = "NVIDIA Ada GPU architecture white paper, appendix A"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture white paper, appendix A"
+
 # A row matches the name that a driver reports if each word of its `driver_name` is a word of that name. The first match
 # wins, so more specific rows come first.
 # fmt: off
@@ -200,11 +203,22 @@ _TABLE = (
           "NVIDIA RTX Blackwell PRO GPU architecture white paper, Workstation Edition of 600 W",
           "RTX PRO 6000 Workstation"),
     _sold("rtx-5090-32gb", 31.3, (104.8, 209.5, 209.5), 1792, "pcie5",
-          "NVIDIA RTX Blackwell GPU architecture white paper, appendix A", "RTX 5090", 1.10),
+          _BLACKWELL, "RTX 5090", 1.10),
     _sold("rtx-4090-24gb", 23.5, (82.6, 165.2, 165.2), 1008, "pcie4",
-          "NVIDIA Ada GPU architecture white paper, appendix A", "RTX 4090", 0.985),
+          _ADA, "RTX 4090", 0.985),
+    _sold("rtx-5080-16gb", 15.5, (56.3, 112.6, 112.6), 960, "pcie5", _BLACKWELL, "RTX 5080"),
+    _sold("rtx-5070-ti-16gb", 15.5, (43.9, 87.9, 87.9), 896, "pcie5", _BLACKWELL, "RTX 5070 Ti"),
+    _sold("rtx-5070-12gb", 11.6, (30.9, 61.7, 61.7), 672, "pcie5", _BLACKWELL, "RTX 5070"),
+    _sold("rtx-5060-ti-16gb", 15.5, (23.7, 47.4, 47.4), 448, "pcie5", _BLACKWELL, "RTX 5060 Ti"),
+    _sold("rtx-4080-16gb", 15.5, (48.7, 97.5, 97.5), 717, "pcie4", _ADA, "RTX 4080"),
+    _sold("rtx-4070-12gb", 11.6, (29.1, 58.3, 58.3), 504, "pcie4", _ADA, "RTX 4070"),
+    _sold("rtx-4060-ti-16gb", 15.5, (22.1, 44.1, 44.1), 288, "pcie4", _ADA, "RTX 4060 Ti"),
+    _sold("rtx-4060-8gb", 7.75, (15.1, 30.2, 30.2), 272, "pcie4", _ADA, "RTX 4060"),
     _sold("rtx-3090-24gb", 23.6, (35.6, 71, 71), 936, "pcie4", "NVIDIA Ampere GA102 white paper, appendix A",
           "RTX 3090", 1.07),
+    _sold("rtx-3090-ti-24gb", 23.6, (40, 80, 80), 1008, "pcie4", "NVIDIA GeForce RTX 3090 Ti data sheet",
+          "RTX 3090 Ti"),
+    _sold("rtx-3060-12gb", 11.7, (12.7, 25.5, 25.5), 360, "pcie4", "NVIDIA GeForce RTX 3060 data sheet", "RTX 3060"),
     _sold("v100-32gb", 31.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 32GB"),
     _sold("v100-16gb", 15.7, (15.7, 0, 125), 900, "nvlink2", "NVIDIA V100 data sheet, SXM2", "V100 SXM2 16GB"),
     _sold("t4-16gb", 14.5, (8.1, 0, 65), 320, "pcie3", "NVIDIA T4 data sheet", "T4"),
@@ -219,15 +233,14 @@ _TABLE = (
 # fmt: on
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
-# Words in the names of other devices: a slice of one (MIG), or a smaller one with nearly the same name.
-_OTHER_DEVICES = {"MIG", "Laptop", "D", "Max", "PCIE", "3e"}
+# Words in the names of other devices, unless a row has them: a slice of one (MIG), or one with nearly the same name.
+_OTHER_DEVICES = {"MIG", "Laptop", "D", "Max", "PCIE", "3e", "Ti", "SUPER"}
 
 
 def device_by_driver_name(reported: str) -> Device | None:
     """Return the device that a driver calls ``reported``, under that name; None if it is not in the table."""
     words = set(re.split(r"[^A-Za-z0-9]+", reported))
-    if words & _OTHER_DEVICES:
-        return None
-    found = (device for device in _TABLE if device.driver_name and words.issuperset(device.driver_name.split()))
+    named = ((device, set(device.driver_name.split())) for device in _TABLE if device.driver_name)
+    found = (device for device, own in named if own <= words and not (words - own) & _OTHER_DEVICES)
     device = next(found, None)
     return None if device is None else replace(device, name=reported)
