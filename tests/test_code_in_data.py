@@ -117,6 +117,7 @@ NAMED = {
     "a source": {"data.source": "trap:config"},
     "a strategy": {"strategy": "trap:config"},
     "a communicator": {"comm": "trap:config"},
+    "a callback": {"callback": ["trap:config"]},
 }
 
 

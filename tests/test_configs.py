@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.setup.build import accumulation_steps
+from zeroshard.train.setup.schedule import accumulation_steps
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path.name for path in CONFIGS.glob("*.toml"))

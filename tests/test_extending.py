@@ -1,4 +1,4 @@
-"""A model, a data source, a strategy, a communicator and a kernel that are no part of the package.
+"""A model, a data source, a strategy, a communicator, a kernel and a callback that are no part of the package.
 
 They are those of docs/how-to/extend.md, written into a module of the current folder as a user would.
 """
@@ -12,9 +12,10 @@ import torch
 
 import forked
 from pages import ROOT, blocks_of
-from tiny_runs import events_of, summary_of
+from tiny_runs import events_of, summary_of, train_on
 from zeroshard import kernels
 from zeroshard.cli import main
+from zeroshard.comm import run_threads
 from zeroshard.comm.registry import COMMUNICATORS, CommEntry
 from zeroshard.data.registry import SOURCES
 from zeroshard.host.errors import UserError
@@ -25,18 +26,33 @@ from zeroshard.models import PRESETS
 from zeroshard.parallel import STRATEGIES
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import validate
+from zeroshard.train.loop.evaluation import Evaluation
+from zeroshard.train.records.records import Callback
 from zeroshard.train.setup.ranks import join
 
 TABLES = (PRESETS, SOURCES, STRATEGIES, COMMUNICATORS, OPERATIONS)
 TRAIN = ["train", "--device", "cpu", "--max-steps", "4", "--warmup-steps", "1", "--eval-batches", "2"]
 TRAIN += ["--seq-len", "32", "--out", "mine"]
 
+WRONG = """
+class Typo(Callback):
+    def on_evaluate(self, step, losses): ...
+class Two(Callback):
+    def __init__(self, run, other): ...
+class Says(Callback):
+    def __init__(self, run): ...
+    def on_step(self, record): return "yes"
+class Keeps(Callback):
+    def __init__(self, run): ...
+    def state_dict(self): return {"all": {1, 2}}
+"""
+
 
 @pytest.fixture
 def module_text():
     """The classes of the page, without its run and what takes the rows away again."""
     code = [block.code for block in blocks_of(ROOT / "docs/how-to/extend.md") if block.language == "python"]
-    return "\n".join(code[:5])
+    return "\n".join(code[:6])
 
 
 @pytest.fixture
@@ -132,8 +148,68 @@ def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
         (["--model", "json:JSONDecoder"], "model: json:JSONDecoder has made a JSONDecoder, which has no build, "),
         (["--data", "json:JSONDecoder"], "data.source: json:JSONDecoder cannot be called with SourceRequest ("),
         (["--strategy", "json:decoder"], "strategy: json:decoder is no class or function; "),
+        (["--callback", "StopsEarly"], "callback: 'StopsEarly' names no class; write module:Class"),
+        (["--callback", "nowhere:StopsEarly"], "callback: nowhere cannot be imported (ModuleNotFoundError: "),
+        (["--callback", "newcomer:Squares"], "callback: newcomer:Squares is no callback; "),
+        (
+            ["--callback", "newcomer:Typo"],
+            "callback: newcomer:Typo has on_evaluate, and there is no such event; did you mea",
+        ),
+        (["--callback", "newcomer:StopsEarly", "newcomer:StopsEarly"], "callback: one of them is given twice; "),
+        (
+            ["--callback", "newcomer:Two"],
+            "callback: newcomer:Two cannot be called with Run (missing a required argument: ",
+        ),
+        (["--callback", "newcomer:Says"], "callback: newcomer:Says.on_step returned 'yes'; return True to end the run"),
+        (["--callback", "newcomer:Keeps"], "callback: newcomer:Keeps.state_dict() cannot be saved as JSON ("),
     ],
 )
-def test_an_address_that_leads_nowhere_is_told_in_a_line(words, line, newcomer, capsys):
+def test_an_address_that_leads_nowhere_is_told_in_a_line(words, line, newcomer, tmp_path, capsys):
+    with (tmp_path / "newcomer.py").open("a") as module:
+        module.write(WRONG)
     assert main([*TRAIN, *words]) == 2
     assert line in capsys.readouterr().err
+
+
+EVALUATED = [5.0, 4.0, 3.0, 2.0, 2.5, 2.25, 2.75, 3.0, 2.5, 1.0]  # after each step, the first before any
+
+
+@pytest.mark.parametrize("parts", [(9,), (4, 9), (5, 9)])
+def test_a_callback_of_users_ends_a_run_resumed_or_not_after_the_same_step_evaluated_and_saved(
+    parts, newcomer, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(Evaluation, "losses", lambda self, step: {"val_loss": EVALUATED[step]})
+    words = [*TRAIN, "--callback", "newcomer:StopsEarly", "--eval-interval", "1"]
+    for number, max_steps in enumerate(parts):
+        resume = ["--resume", "auto"] if number else []
+        assert main([*words, "--max-steps", str(max_steps), "--decay-steps", "9", *resume]) == 0
+    summary = summary_of("mine")
+    assert (summary["step"], summary["val_loss"], summary["last_checkpoint_step"]) == (7, 3.0, 7)
+    assert main(["train", "--config", "mine/config.toml", "--out", "other"]) == 2
+    assert (
+        "names the code 'newcomer:StopsEarly', and code that a file names is not run unasked" in capsys.readouterr().err
+    )
+
+
+def test_all_ranks_end_a_run_if_one_wants_to_and_events_come_in_order(tiny_config, monkeypatch):
+    events = []
+
+    class Listens(Callback):
+        def __init__(self, run):
+            self.rank = run.strategy.comm.rank
+
+        def __getattribute__(self, name):
+            if name.startswith(("on_", "before_", "close")) and not object.__getattribute__(self, "rank"):
+                events.append(name)
+            return super().__getattribute__(name)
+
+        def on_step(self, record):
+            return record.step == 2 and self.rank == 1
+
+    monkeypatch.setattr(sys.modules[__name__], "Listens", Listens, raising=False)
+    config = tiny_config(callback=[f"{__name__}:Listens"], max_steps=6, eval_interval=0)
+    found = run_threads(lambda comm: train_on(comm, config), 2)
+    assert [(int(status), run.progress.step) for status, run in found] == [(0, 2)] * 2
+    step = ["before_step", "on_update", "on_step"]
+    assert events == ["on_start", *step, *step, "on_eval", "on_checkpoint", "before_end", "on_end", "close"]
+    assert summary_of(config.out)["last_checkpoint_step"] == 2

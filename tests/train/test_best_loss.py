@@ -10,8 +10,8 @@ from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.host.errors import UserError
 from zeroshard.train.inference.generate import checkpoint_of
-from zeroshard.train.loop import loop
 from zeroshard.train.loop.best_loss import BestLoss
+from zeroshard.train.loop.evaluation import Evaluation
 
 LOSSES = [9.0, 3.0, 2.0, 2.5, 2.0, float("nan"), 1.0, 4.0]  # of the evaluations, the one before the first step too
 
@@ -24,10 +24,7 @@ def train_with(tiny_config, monkeypatch):
         settings = {"max_steps": 7, "eval_interval": 1, "keep_best": True, "keep_checkpoints": 1} | changes
         config = tiny_config(**settings)
 
-        def told(run, step, settle, alive=lambda: None):
-            return {"val_loss": losses[step]}
-
-        monkeypatch.setattr(loop, "_evaluate", told)
+        monkeypatch.setattr(Evaluation, "losses", lambda self, step: {"val_loss": losses[step]})
         with torch.random.fork_rng():
             found = run_threads(lambda comm: train_on(comm, config), world_size)
         assert [status for status, _ in found] == [0] * world_size

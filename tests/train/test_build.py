@@ -12,8 +12,7 @@ from zeroshard.models import GPT2
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import make_model
-from zeroshard.train.setup.build import choose_device
-from zeroshard.train.setup.numerics import with_dtype
+from zeroshard.train.setup.numerics import choose_device, with_dtype
 from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")

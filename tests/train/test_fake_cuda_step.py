@@ -81,7 +81,6 @@ def taking(device, reads, host, monkeypatch):  # noqa: F811
             corpus=Corpus(lambda step, micro_step: batch, (), VOCAB_SIZE, None, "", lambda kept: None),
             learning_rate=lambda step: 1e-3,
             schedule=schedule,
-            observers=(),
             folder=None,
             device=CUDA,
             tokens_per_step=ROWS * SEQ_LEN,

@@ -17,6 +17,7 @@ from zeroshard.train import start
 from zeroshard.train.loop import loop
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.step import step_seed
+from zeroshard.train.records.log_files import LogFiles
 from zeroshard.train.setup.build import build_run
 from zeroshard.train.start import run_training
 
@@ -51,7 +52,7 @@ def _train_as_threads(config, world_size, stop_wanted=lambda rank: False):
 
     def rank_main(comm):
         status, run = train_on(comm, config, stop_wanted=lambda: stop_wanted(comm.rank))
-        assert bool(run.observers) == (comm.rank == 0)
+        assert any(isinstance(each, LogFiles) for each in run.callbacks) == (comm.rank == 0)
         return status
 
     return run_threads(rank_main, world_size)

@@ -11,7 +11,7 @@ from zeroshard import checkpoint
 from zeroshard.host.errors import UserError
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup.assemble import check_shard_size
-from zeroshard.train.setup.build import accumulation_steps
+from zeroshard.train.setup.schedule import accumulation_steps
 
 SHAPE = ["--model.n-layer", "2", "--model.n-embd", "16", "--model.n-head", "2", "--seq-len", "16"]
 STEPS = ["--max-steps", "6", "--warmup-steps", "2", "--eval-interval", "2", "--eval-batches", "5"]

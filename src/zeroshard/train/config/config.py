@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.host.errors import UserError
+from zeroshard.host.lazily import is_address
 from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
@@ -235,6 +236,9 @@ class TrainConfig(Config):
     keep_best: bool = Field(
         False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
     )
+    callback: tuple[str, ...] = Field(
+        (), description="Classes of your own that take part in the run, each as module:Class; none: ours alone."
+    )
     out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
     init_from: str = Field(
         "",
@@ -242,6 +246,21 @@ class TrainConfig(Config):
         "own step 0; empty: drawn.",
     )
     resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_callback(cls, raw: Any) -> Any:
+        one = isinstance(raw, Mapping) and isinstance(raw.get("callback"), str)
+        return {**raw, "callback": [raw["callback"]]} if one else raw
+
+    @model_validator(mode="after")
+    def _callbacks_are_addresses(self) -> Self:
+        for name in self.callback:
+            if not is_address(name):
+                raise UserError("callback", f"{name!r} names no class", "write module:Class")
+        if len(set(self.callback)) < len(self.callback):
+            raise UserError("callback", "one of them is given twice", "name it once")
+        return self
 
     @model_validator(mode="after")
     def _machines_know_where(self) -> Self:

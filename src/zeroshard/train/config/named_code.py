@@ -23,6 +23,7 @@ from zeroshard.parallel.registry import STRATEGIES
 from zeroshard.train.config.validate import by_dotted_name
 
 TRUST = "model.trust_remote_code"
+CALLBACK = "callback"  # classes, each as module:Class
 _TABLES: Mapping[str, Container[str]] = {
     "model.name": PRESETS,
     "data.source": SOURCES,
@@ -33,7 +34,7 @@ _TABLES: Mapping[str, Container[str]] = {
 
 def names_code(field: str, value: Any) -> bool:
     """Whether the value of the setting ``field`` (a dotted name) makes code run that is not part of zeroshard."""
-    if field == TRUST:
+    if field in (TRUST, CALLBACK):
         return bool(value)
     known = _TABLES.get(field)
     if known is None or not isinstance(value, str) or value in known or not is_address(value):
@@ -44,14 +45,15 @@ def names_code(field: str, value: Any) -> bool:
 def code_in(settings: BaseModel | Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that name code, by dotted name, with what they name; nothing is imported."""
     values = settings.model_dump() if isinstance(settings, BaseModel) else settings
-    return {field: str(value) for field, value in by_dotted_name(values).items() if names_code(field, value)}
+    named = {field: value for field, value in by_dotted_name(values).items() if names_code(field, value)}
+    return {field: " ".join(value) if field == CALLBACK else str(value) for field, value in named.items()}
 
 
 def flags_for_code(settings: BaseModel) -> list[str]:
     """Return flags that ask for the code that ``settings`` name, for the command line of a child process."""
     words: list[str] = []
     for field, value in code_in(settings).items():
-        words += [_flag(field)] if field == TRUST else [_flag(field), value]
+        words += [_flag(field)] if field == TRUST else [_flag(field), *value.split()]
     return words
 
 

@@ -44,8 +44,8 @@ from zeroshard.train.inference.generate import checkpoint_of, load_for_text, loa
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
-from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
+from zeroshard.train.setup.numerics import choose_device
 from zeroshard.train.setup.prepare_data import data_folder, prepare_data
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder

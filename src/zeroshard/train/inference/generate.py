@@ -46,8 +46,8 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
-from zeroshard.train.setup.build import choose_device
 from zeroshard.train.setup.hugging_face import kept_folder, load_model_tokenizer
+from zeroshard.train.setup.numerics import choose_device
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint

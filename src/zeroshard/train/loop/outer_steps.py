@@ -1,4 +1,4 @@
-"""Outer steps of replicas that take local steps: called after each step, it has them exchange weight differences.
+"""Outer steps of replicas that take local steps: after a step, they exchange weight differences.
 
 Between outer steps replicas do not communicate. The loss, gradient norm and verdict of a step are those of one
 replica, and the log has the first replica's. All ranks agree on the mean loss and on stopping at outer steps: a rank
@@ -17,44 +17,40 @@ import torch
 
 from zeroshard.comm import CONTROL, Communicator, labelled
 from zeroshard.comm.agree import send_bytes
+from zeroshard.comm.wrappers.stopwatch import Stopwatch
 from zeroshard.host.errors import ExitStatus
-from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.loop.stopping import agreed_stop, as_numbers
+from zeroshard.train.records.records import Callback, Update
 from zeroshard.zero import OuterSteps
 
 
-def outer_step_if_due(run: Run, loss: float, stop: ExitStatus, *, taken: bool) -> tuple[dict[str, Any], ExitStatus]:
-    """Have replicas take an outer step after a step, if one is due. Collective.
+class OuterStepsTaken(Callback):
+    """Has replicas take the outer steps that are due, and all ranks agree there on the loss and on stopping."""
 
-    ``loss``, ``stop`` and ``taken`` are of this replica. Returns facts about the outer step for the step's record,
-    empty if there was none; and the status with which all ranks stop, OK to continue.
-    """
-    outer = run.local_steps
-    if outer is None:
-        return {}, stop
-    with run.clock.span("outer_step"):
-        by_fragment = outer.step(taken=taken)
-    if not by_fragment:
-        return {}, ExitStatus.OK
-    said: dict[str, Any] = {
-        "arrived": [each.fragment for each in by_fragment],
-        "num_bytes": sum(each.num_bytes for each in by_fragment),
-        "difference_norm": sum(each.difference_norm**2 for each in by_fragment) ** 0.5,
-        "num_replicas": outer.comm.world_size,
-    }
-    comm = run.strategy.comm
-    report = torch.tensor([loss, *as_numbers(stop)], dtype=torch.float64).to(comm.control_device)
-    with labelled(CONTROL):
-        comm.all_reduce(report).wait()  # 24 bytes
-    total, *wanted = report.tolist()
-    said["loss"] = total / comm.world_size
-    return said, agreed_stop(*wanted)
+    def __init__(self, outer: OuterSteps, comm: Communicator, clock: Stopwatch) -> None:
+        self._outer, self._comm, self._clock = outer, comm, clock
 
-
-def fragments_of_outer_step(run: Run) -> list[int]:
-    """The fragments of the outer step after this step, for the plan; [] without local steps."""
-    return [] if run.local_steps is None else run.local_steps.settings.fragments_at(run.local_steps.num_steps)
+    def on_update(self, update: Update) -> None:
+        """Take an outer step if one is due; between them the wish to stop waits. ``update`` is of this replica."""
+        with self._clock.span("outer_step"):
+            by_fragment = self._outer.step(taken=update.taken)
+        if not by_fragment:
+            update.stop = ExitStatus.OK
+            return
+        report = torch.tensor([update.loss, *as_numbers(update.stop)], dtype=torch.float64)
+        report = report.to(self._comm.control_device)
+        with labelled(CONTROL):
+            self._comm.all_reduce(report).wait()  # 24 bytes
+        total, *wanted = report.tolist()
+        update.stop = agreed_stop(*wanted)
+        update.outer_step = {
+            "arrived": [each.fragment for each in by_fragment],
+            "num_bytes": sum(each.num_bytes for each in by_fragment),
+            "difference_norm": sum(each.difference_norm**2 for each in by_fragment) ** 0.5,
+            "num_replicas": self._outer.comm.world_size,
+            "loss": total / self._comm.world_size,
+        }
 
 
 def guards_of_replicas(comm: Communicator, replica: Communicator, guard: StepGuard) -> list[dict[str, Any]]:

@@ -8,7 +8,9 @@ step is there: else ``zeroshard train ... && zeroshard export ...`` would publis
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from zeroshard.checkpoint import BEST, BackgroundSaver, Saved, is_complete, latest, name_best, step_name
@@ -18,13 +20,14 @@ from zeroshard.host.errors import ExitStatus
 from zeroshard.host.regular_files import folder_inside
 from zeroshard.train.loop.outer_steps import guards_of_replicas
 from zeroshard.train.loop.retention import Retention, is_skipping
-from zeroshard.train.loop.run import Run
+from zeroshard.train.loop.run import Run, is_due
 from zeroshard.train.loop.stopping import STOPPED
 from zeroshard.train.loop.watchdog import PATIENCE_S, Alive
+from zeroshard.train.records.records import Callback, StepRecord, Update, states_of
 from zeroshard.train.state.folders import checkpoint_folder
 
 
-class Saving:
+class Saving(Callback):
     """Saves checkpoints of ``run``; every method but `alive`, `settle` and `close` is collective.
 
     Args:
@@ -53,6 +56,7 @@ class Saving:
         self.saved_at = run.first_step
         self._wanted_at = run.first_step
         self._num_complete, self._last_error = 0, ""
+        self._proven_at: int | None = None  # the last step whose weights an evaluation found to be sound
 
     def alive(self) -> None:
         """Tell the watchdog that a step or part of a save is done; it allows more time while a save is in flight."""
@@ -86,6 +90,8 @@ class Saving:
         if run.local_steps is not None:
             extra["guards"] = guards
         extra["best"] = run.best.state_dict()
+        if states := states_of(run.callbacks):
+            extra["callbacks"] = states
         path = self._folder / step_name(step)
         self._take(self._saver.start(path, run.strategy, step=step, extra=extra))
         self._wanted_at = step
@@ -100,11 +106,30 @@ class Saving:
         """Copy what the current save has not read yet; must be called before weights or their average change."""
         self._saver.settle()
 
-    def poll(self, *, taken: bool) -> None:
-        """Report the current save if it has ended; call it after each step, of which ``taken`` says if it was taken."""
+    def on_update(self, update: Update) -> None:
+        """Tell the watchdog that the step is done."""
+        self.alive()
+
+    def on_eval(self, step: int, losses: Mapping[str, float]) -> None:
+        """Note whether these weights have proved to be sound."""
+        self._proven_at = step if isfinite(losses["val_loss"]) else None
+
+    def on_step(self, record: StepRecord) -> None:
+        """Report the current save if it has ended, and begin another if it is due."""
         self._take(self._saver.poll())
-        if taken and self._retention is not None and self._run.local_steps is None:
+        if not record.skipped and self._retention is not None and self._run.local_steps is None:
             self._retention.proved()
+        progress, schedule = self._run.progress, self._run.schedule
+        is_best = schedule.keep_best and self._run.best.step == record.step
+        wanted = is_best or progress.status in STOPPED or progress.at_end
+        if not progress.failed and (wanted or is_due(record.step, schedule.checkpoint_interval)):
+            self.begin(record.step, proven=self._proven_at == record.step)
+        self.alive()
+
+    def before_end(self, summary: dict[str, Any]) -> None:
+        """Wait for the current save, and settle the run's status."""
+        self._run.progress.status = self.finish(self._run.progress.status)
+        summary["last_checkpoint_step"] = self.saved_at
 
     def sound(self) -> str:
         """What to resume from after weights were ruined. On rank 0; not collective."""
@@ -146,8 +171,7 @@ class Saving:
             self._last_error = saved.error
             kept = f"step {self.saved_at} is the last good one" if self.saved_at else "there is none yet"
             self._say(f"warning: step {saved.step}: checkpoint not written: {saved.error}; {kept}, the run continues")
-            for observer in self._run.observers:
-                observer.on_checkpoint(saved.step, saved.path, {"error": saved.error})
+            self._run.tell(lambda each: each.on_checkpoint(saved.step, saved.path, {"error": saved.error}))
             return
         self.saved_at = saved.step
         self._name_best()
@@ -155,7 +179,7 @@ class Saving:
         if self._retention is not None:
             self._retention.completed()
         num_bytes = None  # of all ranks
-        if self._run.observers:
+        if self._retention is not None:
             with suppress(OSError):  # files cannot be read any more
                 num_bytes = sum(file.stat().st_size for file in saved.path.glob("*.safetensors"))
         facts = {
@@ -164,8 +188,7 @@ class Saving:
             "stall_s": saved.stall_s,
             "total_s": saved.total_s,
         }
-        for observer in self._run.observers:
-            observer.on_checkpoint(saved.step, saved.path, facts)
+        self._run.tell(lambda each: each.on_checkpoint(saved.step, saved.path, facts))
 
     def _name_best(self) -> None:
         """Let ``best`` refer to the checkpoint of the lowest validation loss, which is then not deleted. On rank 0."""

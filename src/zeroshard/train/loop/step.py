@@ -32,12 +32,10 @@ from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.host.errors import ExitStatus
 from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
-from zeroshard.train.loop.outer_steps import fragments_of_outer_step, outer_step_if_due
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import agreed_stop, as_numbers
 from zeroshard.train.loop.validation_loss import sum_in_any_order
-from zeroshard.train.profiling.flops import model_flops_utilisation
-from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.records import StepRecord, Update
 
 
 def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[StepRecord, ExitStatus]:
@@ -66,8 +64,6 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     if verdict == "taken":
         with span("update"):
             strategy.optimizer.step()
-            if strategy.ema is not None:
-                strategy.ema.update()
     if scaler:
         scaler.update()
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
@@ -76,10 +72,10 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     if getattr(settings, "activation_checkpointing", "none") == "offload":
         memory_bytes = {**memory_bytes, CATEGORY: slot_bytes()}
     strategy.optimizer.zero_grad()
-    outer_step, stop = outer_step_if_due(run, loss, stop, taken=verdict == "taken")
-    speed = _speed(run, perf_counter() - start)
     taken = verdict == "taken"
-    traffic, exposed_s = _communicated(run, step, memory_bytes, taken=taken)
+    update = Update(step + 1, loss, memory_bytes, taken, stop)
+    run.tell(lambda each: each.on_update(update))
+    step_s, comm = perf_counter() - start, run.comm
     record = StepRecord(
         step=step + 1,
         loss=loss,
@@ -87,44 +83,19 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
         lr=lr,
         tokens=run.tokens_at(step + 1),
         memory_bytes=memory_bytes,
-        comm=traffic,
+        comm=comm.totals() if comm else {},
         skipped=not taken,
         why_skipped="" if taken else verdict,
         num_skipped=guard.num_skipped,
         loss_scale=loss_scale,
-        exposed_s=exposed_s,
+        exposed_s=comm.exposed.take_seconds() if comm and comm.world_size > 1 else {},
         spans_s=run.clock.take_seconds(),
-        outer_step=outer_step,
-        **speed,
+        outer_step=update.outer_step,
+        **run.speed.of_step(step_s, run.tokens_per_step, strategy.comm.world_size),
     )
-    return record, stop
-
-
-def _communicated(
-    run: Run, step: int, memory_bytes: dict[str, int], *, taken: bool
-) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the step's bytes by collective, and its exposed communication in seconds by label.
-
-    Also passes the step's collectives to the run's plan.
-    """
-    traffic = run.comm.totals() if run.comm else {}
-    exposed_s = run.comm.exposed.take_seconds() if run.comm and run.comm.world_size > 1 else {}
-    records = run.comm.drain() if run.comm else []
-    if run.contract:
-        run.contract.compare(step + 1, records, memory_bytes, taken=taken, fragments=fragments_of_outer_step(run))
-    return traffic, exposed_s
-
-
-def _speed(run: Run, step_s: float) -> dict[str, Any]:
-    tokens_per_s = run.tokens_per_step / step_s
-    devices, peak = run.strategy.comm.world_size, run.peak_flops_per_s
-    flops, again = run.num_flops_per_token, run.num_recomputed_flops_per_token
-    return {
-        "step_s": step_s,
-        "tokens_per_s": tokens_per_s,
-        "mfu": model_flops_utilisation(tokens_per_s, flops, devices, peak),
-        "hfu": model_flops_utilisation(tokens_per_s, flops + again, devices, peak) if again else None,
-    }
+    if comm:
+        comm.drain()
+    return record, update.stop
 
 
 def backward(run: Run, step: int) -> Tensor:

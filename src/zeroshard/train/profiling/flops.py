@@ -13,6 +13,9 @@ Only devices in `zeroshard.train.profiling.devices` have a known peak; for any o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from zeroshard.train.profiling.devices import device_by_driver_name
 
 
@@ -36,3 +39,21 @@ def model_flops_utilisation(
     if peak_flops_per_s is None:
         return None
     return tokens_per_s * num_flops_per_token / (num_devices * peak_flops_per_s)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the time of a step says about its speed."""
+
+    num_flops_per_token: int = 0  # of forward and backward, for MFU
+    num_recomputed_flops_per_token: int = 0  # that activation checkpointing adds, for HFU
+    peak_flops_per_s: float | None = None  # of one device
+
+    def of_step(self, step_s: float, num_tokens: int, num_devices: int) -> dict[str, Any]:
+        """Return the values of a `StepRecord` for a step of ``step_s`` seconds, ``num_tokens`` on all devices."""
+        tokens_per_s, flops, again = num_tokens / step_s, self.num_flops_per_token, self.num_recomputed_flops_per_token
+        mfu, hfu = (
+            model_flops_utilisation(tokens_per_s, each, num_devices, self.peak_flops_per_s)
+            for each in (flops, flops + again)
+        )
+        return {"step_s": step_s, "tokens_per_s": tokens_per_s, "mfu": mfu, "hfu": hfu if again else None}

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from zeroshard.host.columns import columns
 from zeroshard.host.errors import warn
 from zeroshard.settings.sizes import bandwidth_in_words, duration_in_words
-from zeroshard.train.records.records import StepRecord, in_memory
+from zeroshard.train.records.records import Callback, StepRecord, in_memory
 
 GIB = 2**30
 GAP = "  "  # between the values of a line
@@ -26,8 +26,8 @@ SILENCE_S = 10.0
 ERASE = "\r\x1b[2K"  # the line that the cursor is in
 
 
-class ConsoleRecorder:
-    """The observer that prints lines, one every `log_interval` steps and at least every `SILENCE_S` seconds.
+class ConsoleRecorder(Callback):
+    """The callback that prints lines, one every `log_interval` steps and at least every `SILENCE_S` seconds.
 
     If stdout cannot be written any more, as after ``| head``, it warns once on stderr, and the run continues.
 
@@ -90,9 +90,6 @@ class ConsoleRecorder:
         self._print(*ended, *([f"time {_clock(wall_s)}"] if wall_s is not None else []))
         if self._next_command and summary.get("status") == "ok":
             self._print(f"next: {self._next_command}")
-
-    def close(self) -> None:
-        """Do nothing: each line is written at once."""
 
     def _print(self, *facts: str) -> None:
         self._write(f"{ERASE if self._shown else ''}{GAP.join(facts)}\n")

@@ -1,4 +1,4 @@
-"""The observer that writes ``metrics.jsonl`` (every event, with its time of day) and ``summary.json`` (the result).
+"""The callback that writes ``metrics.jsonl`` (every event, with its time of day) and ``summary.json`` (the result).
 
 JSON has no NaN and no infinity. They are written as null, so that both files are valid JSON even if a run diverges.
 """
@@ -18,12 +18,12 @@ from typing import Any
 from zeroshard.comm import by_kind
 from zeroshard.host.errors import warn
 from zeroshard.host.regular_files import LOG_BYTES, is_same, open_inside, read_bytes, write_inside
-from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.records import Callback, StepRecord
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 
-class LogFiles:
+class LogFiles(Callback):
     """Writes ``metrics.jsonl``, one JSON object per line, at once (a resumed run appends), and ``summary.json``.
 
     A log that cannot be written does not stop a run: the first lost line is reported on stderr, and the number of lost

@@ -1,6 +1,6 @@
 """Experiment trackers: TensorBoard, Weights & Biases, trackio. They are off unless asked for (``--track``).
 
-A tracker implements three methods (`Tracker`). `TrackedRun` turns it into an observer and shields the run from it: the
+A tracker implements three methods (`Tracker`). `TrackedRun` turns it into a callback and shields the run from it: the
 first exception of a tracker is reported on stderr, and the run continues without that tracker. ``metrics.jsonl`` is
 always written, whatever trackers there are.
 """
@@ -21,7 +21,7 @@ from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import folder_inside, read_text, write_inside
 from zeroshard.train.config.sections import TrackConfig
 from zeroshard.train.config.validate import by_dotted_name
-from zeroshard.train.records.records import StepRecord
+from zeroshard.train.records.records import Callback, StepRecord
 
 _RUN_ID = "tracker-id"  # name of a file in the run folder
 _MIB = 2**20
@@ -142,8 +142,8 @@ class TrackioTracker:
             self._trackio.finish()
 
 
-class TrackedRun:
-    """An observer that passes a run's events on to a tracker, whose exceptions cannot disturb the run.
+class TrackedRun(Callback):
+    """A callback that passes a run's events on to a tracker, whose exceptions cannot disturb the run.
 
     Args:
         name: name of the tracker, for the warning.
@@ -168,9 +168,6 @@ class TrackedRun:
         """Log the validation losses."""
         self._try(lambda tracker: tracker.log(values_of_eval(losses), step))
 
-    def on_checkpoint(self, step: int, path: Path, facts: Mapping[str, Any] | None = None) -> None:
-        """Do nothing: checkpoints stay in the run folder."""
-
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Keep the scalar values of the summary until `close` passes them on."""
         self._summary = {key: value for key, value in summary.items() if isinstance(value, str | int | float)}
@@ -192,7 +189,7 @@ class TrackedRun:
 
 
 def trackers(config: TrackConfig, folder: Path, facts: Mapping[str, Any]) -> list[TrackedRun]:
-    """Return an observer for each tracker that was asked for.
+    """Return a callback for each tracker that was asked for.
 
     Raises:
         UserError: one of them is not installed.
@@ -242,7 +239,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
 
 
 def values_of_eval(losses: Mapping[str, float]) -> dict[str, float]:
-    """Return the losses of `Observer.on_eval` as ``val/loss``, ``val/ema_loss`` and ``val/NAME/loss``."""
+    """Return the losses of `Callback.on_eval` as ``val/loss``, ``val/ema_loss`` and ``val/NAME/loss``."""
     names = {"val_loss": "val/loss", "ema_val_loss": "val/ema_loss"}
     return {names.get(name, f"val/{name.removeprefix('val_loss/')}/loss"): loss for name, loss in losses.items()}
 

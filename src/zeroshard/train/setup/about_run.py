@@ -38,10 +38,11 @@ _COMMUNICATORS = {
 _KINDS = (("optim", "optimizer states"), ("grads", "gradients"), ("params", "parameters"))
 
 
-def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, str]:
+def about_run(run: Run, config: TrainConfig, model: LanguageModel, why_fraction: str) -> dict[str, str]:
     """Return the lines that describe a run, by label, in the order in which they are printed.
 
     ``config`` has a resolved strategy, not ``auto``. ``model`` is the unsharded one, and may be on the meta device.
+    ``why_fraction``: why ``--offload.fraction auto`` is what it is.
     """
     comm, corpus, accum, every = run.strategy.comm, run.corpus, run.schedule.grad_accum_steps, config.local_steps.every
     micro_batches = "1 micro-batch" if accum == 1 else f"{accum:,} micro-batches"
@@ -59,7 +60,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel) -> dict[str, 
     lines = {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
         "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
-        "offload": offload_in_words(config, run.why_fraction, comm.world_size),
+        "offload": offload_in_words(config, why_fraction, comm.world_size),
         "update": update_in_words(config, run),
         "comm": communicator_in_words(comm, config.strategy),
         "model": f"{config.model.name}, {num_params:,} parameters{adapters}",

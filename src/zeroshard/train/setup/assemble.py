@@ -104,6 +104,15 @@ def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str)
     return model
 
 
+def shapes(config: TrainConfig, vocab_size: int, eos_id: int | None) -> LanguageModel:
+    """The model of a run on the meta device, to plan with and to count its parameters."""
+    model = make_model(config, vocab_size, "meta")
+    take_dtype_of_weights(config, model)
+    # Packed rows have an attention mask too, so any id stands for it.
+    model.eos_id = 0 if eos_id is None and attention_boundary_setting(config) else eos_id
+    return model
+
+
 def lora_of(config: LoraConfig) -> Lora | None:
     """The adapters that the settings ask for; None if the model's own weights are trained."""
     return Lora(**config.model_dump()) if config.rank else None

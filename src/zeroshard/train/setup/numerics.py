@@ -1,4 +1,4 @@
-"""The numerics of a run on its device: compute dtype, TF32, and for ``reproducible`` a fixed order of summation."""
+"""The device of a rank, and the numerics on it: dtype, TF32, and for ``reproducible`` a fixed order of summation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
 from zeroshard.train.setup.compiled import with_compile
 
 _WITH_TF32 = (8, 0)  # lowest compute capability with TF32: Ampere
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """Return the device of this rank and make it current if it is a GPU; ``auto`` takes a GPU if there is one.
+
+    Raises:
+        UserError: there is no GPU for this rank: CUDA was asked for without GPUs, or there are more ranks than GPUs.
+    """
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        what = f"rank {local_rank} of this machine finds {num_gpus} CUDA devices"
+        raise UserError("device", what, "start at most as many ranks as there are GPUs, or use --device cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def on_device(config: TrainConfig, device: torch.device) -> TrainConfig:

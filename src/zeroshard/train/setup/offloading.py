@@ -9,43 +9,33 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-import torch
-
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, by_rank, first_rank_does, largest, of_first_rank, send_bytes
 from zeroshard.host import host_memory
 from zeroshard.host.errors import UserError
 from zeroshard.host.host_memory import GIB
-from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.offload_settings import OffloadConfig
-from zeroshard.train.records.plan_contract import Planned, Predict
+from zeroshard.train.records.plan_contract import Planned
 from zeroshard.train.records.records import in_memory
-from zeroshard.train.setup.auto import HEADROOM, PLANNED, job_of, num_free_bytes
+from zeroshard.train.setup.auto import HEADROOM, num_free_bytes
+from zeroshard.train.setup.plans import PLANNED, Plans
 from zeroshard.zero.offload.rank_files import left_behind
 
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
 
 
-def settled(
-    config: TrainConfig,
-    model: LanguageModel,
-    comm: Communicator,
-    device: torch.device,
-    grad_accum_steps: int,
-    predict: Predict | None,
-) -> tuple[TrainConfig, str]:
+def settled(config: TrainConfig, plans: Plans) -> tuple[TrainConfig, str]:
     """Return the configuration with a number for ``offload.fraction``, and the reason if it was ``auto``. Collective.
 
-    Args:
-        config: of the run, whose strategy is not ``auto``.
-        model, grad_accum_steps, predict: as `zeroshard.train.setup.auto.contract_of` takes them.
+    The strategy of ``config`` is not ``auto``.
 
     Raises:
         UserError: the ranks of a machine keep more in memory of the host, or in files, than it has; raised on every
             rank.
     """
+    comm, device, predict = plans.comm, plans.device, plans.predict
     if not config.offload.on:
         return config, ""
     asked, why = config.offload.share == "auto", ""
@@ -54,7 +44,7 @@ def settled(
     if predict is None or config.optimizer not in PLANNED or (config.optimizer != "adamw" and config.offload.on_disk):
         return config, why
     neighbours = _neighbours(comm)
-    job = job_of(config, strategy_entry(config.strategy).stage, model, comm, device, grad_accum_steps)
+    job = plans.job(config, strategy_entry(config.strategy).stage)
     if asked:
         free_bytes = -largest(comm, -num_free_bytes(device, len(neighbours)))  # the smallest of all ranks
         to_choose = replace(job, free_bytes=int(free_bytes * (1 - HEADROOM)), ranks_per_node=len(neighbours))

@@ -8,13 +8,15 @@ the loss of an example after different neighbours, in a batch of the run's shape
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.host.errors import UserError
 from zeroshard.models import LanguageModel
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.assemble import attention_boundary_setting
 
 # Largest relative change of the loss that counts as none: two units in the last place of fp32. Masked tokens enter sums
 # as zeros, which change no bit.
@@ -37,6 +39,21 @@ def _without_balance(model: nn.Module) -> Generator[None]:
     finally:
         for each in balanced:
             each.balances_experts = True
+
+
+def check_examples_apart(
+    config: TrainConfig, model: LanguageModel, wrapped: nn.Module, vocab_size: int, device: torch.device
+) -> None:
+    """Check a run that keeps examples apart, unless ``model`` is known to; ``wrapped``: what is called. Collective.
+
+    Raises:
+        UserError: as `require_apart`.
+    """
+    setting = attention_boundary_setting(config)
+    if setting and not model.keeps_examples_apart:
+        sizes = vocab_size, config.micro_batch_size, config.seq_len // config.sequence_parallel
+        with nullcontext() if model.sequence is None else model.sequence.paused():
+            require_apart(wrapped, setting, *sizes, device)
 
 
 @torch.no_grad()

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator
+from zeroshard.comm.agree import first_rank_does
 from zeroshard.host.columns import printable
 from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
+from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import names_code
 from zeroshard.train.config.optimizer_settings import same_rule
 from zeroshard.train.config.sections import ModelConfig
 from zeroshard.train.config.validate import by_dotted_name, validate
+from zeroshard.train.loop.outer_steps import other_replicas, own_guard
+from zeroshard.train.loop.run import Run
 from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
+from zeroshard.train.state.folders import checkpoint_folder
+from zeroshard.train.state.saved_run import saved_run
 
 # Settings whose change is not reported: they do not affect what is learned, or their effect is compared separately
 # (tokens_per_step, rows of an evaluation, the resolved model, the hash of the data).
@@ -70,6 +77,48 @@ def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
         what = f"every checkpoint in {folder} is damaged, the newest because {damaged[0].why}"
         raise UserError("resume", what, "restore one from a copy, or start anew with another --out")
     return choice.path
+
+
+def load(path: Path, run: Run, config: TrainConfig, comm: Communicator) -> Mapping[str, Any]:
+    """Load the checkpoint at ``path`` into ``run``, after checking which settings have changed. Collective.
+
+    Returns:
+        What the checkpoint says of its run.
+
+    Raises:
+        UserError: the checkpoint is of another model, optimizer or data, or cannot be read.
+    """
+    saved = saved_run(path)
+    now = config.model_dump(mode="json")
+    changes = check_changes(saved, now, run.tokens_per_step, run.corpus.sha256)
+    run.best.load_state_dict(saved.get("best") or run.best.state_dict())
+    world_before = checkpoint.read_manifest(path).world_size
+    changes += other_replicas(saved.get("config", {}), world_before, now, comm.world_size)
+    first_step = _load_state(path, run, verified=config.resume == "auto")
+    position = saved.get("position", {})
+    run.corpus.restore_position(position.get("stream"), first_step)
+    say_start(comm, path, changes)
+    # Of `--resume auto` these are the ones that were passed over, which must not count as checkpoints that are kept.
+    first_rank_does(comm, partial(leave_branch, checkpoint_folder(run.folder), first_step))
+    run.progress.first_step = first_step
+    run.progress.first_token = position.get("tokens", first_step * run.tokens_per_step)
+    return saved
+
+
+def _load_state(path: Path, run: Run, *, verified: bool) -> int:
+    """Load weights, optimizer and what judges steps; returns the number of steps completed. Collective."""
+    try:
+        # The optimizer keeps the configuration's settings; changes of them are reported by `check_changes`.
+        saved = checkpoint.load(path, run.strategy, verified=verified, settings=False)
+        if run.scaler is not None and saved.get("loss_scaler"):
+            run.scaler.load_state_dict(saved["loss_scaler"])
+        run.guard.load_state_dict(own_guard(saved, run.local_steps) or run.guard.state_dict())
+        return int(saved["step"])
+    except UserError:
+        raise
+    except ValueError as error:
+        todo = "resume with the model and optimizer that the checkpoint was saved with"
+        raise UserError("resume", f"{path}: {error}", todo) from None
 
 
 def check_changes(

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard import checkpoint
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import first_rank_does
 from zeroshard.data import DataMeta, Tokenizer, load_tokenizer, read_meta
 from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import link_in, require_regular, write_inside
@@ -116,6 +118,19 @@ class ClaimedFolder:
         with suppress(OSError):  # one is not empty, or was never made
             for each in self._made:
                 each.rmdir()
+
+
+@contextmanager
+def claimed(folder: Path, comm: Communicator, *, resuming: bool) -> Generator[RunLock | None]:
+    """Claim a run's folder for the block, and hand it out with its lock on rank 0; if the block raises, release it."""
+    found: list[ClaimedFolder] = []  # filled on rank 0 alone
+    first_rank_does(comm, lambda: found.append(ClaimedFolder(folder, resuming=resuming)))
+    try:
+        yield found[0].lock if found else None
+    except BaseException:
+        for each in found:
+            each.discard()
+        raise
 
 
 def _written(folder: Path) -> list[Path]:
