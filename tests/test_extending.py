@@ -40,10 +40,8 @@ class Typo(Callback):
 class Two(Callback):
     def __init__(self, run, other): ...
 class Says(Callback):
-    def __init__(self, run): ...
     def on_step(self, record): return "yes"
 class Keeps(Callback):
-    def __init__(self, run): ...
     def state_dict(self): return {"all": {1, 2}}
 """
 
@@ -158,7 +156,7 @@ def test_a_message_lists_what_has_a_row_and_no_more_once_it_is_gone(key, rows):
         (["--callback", "newcomer:StopsEarly", "newcomer:StopsEarly"], "callback: one of them is given twice; "),
         (
             ["--callback", "newcomer:Two"],
-            "callback: newcomer:Two cannot be called with Run (missing a required argument: ",
+            "callback: newcomer:Two cannot be called with the run (missing a required argument: ",
         ),
         (["--callback", "newcomer:Says"], "callback: newcomer:Says.on_step returned 'yes'; return True to end the run"),
         (["--callback", "newcomer:Keeps"], "callback: newcomer:Keeps.state_dict() cannot be saved as JSON ("),

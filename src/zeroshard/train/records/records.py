@@ -73,7 +73,13 @@ class Callback:
 
     Every rank has one and calls the same method at the same time, so a method may be collective. ``on_step`` and
     ``on_eval`` may return True: the run then ends after this step, evaluated and saved as after ``max_steps``.
+
+    Attributes:
+        run: the `zeroshard.train.loop.run.Run`, of a class without an ``__init__`` of its own.
     """
+
+    def __init__(self, run: Any = None) -> None:
+        self.run = run
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """The run starts or resumes; ``info`` has the facts that do not change during the run."""

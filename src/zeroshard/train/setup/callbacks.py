@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import first_rank_does, largest
 from zeroshard.host.errors import UserError
-from zeroshard.host.lazily import at_address, made_at
+from zeroshard.host.lazily import at_address
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.validate import nearest
@@ -69,7 +70,8 @@ def users_classes(config: TrainConfig) -> list[type[Callback]]:
     """Import the classes that ``--callback`` names.
 
     Raises:
-        UserError: one cannot be imported, is no `Callback`, or has a method for an event that there is not.
+        UserError: one cannot be imported, is no `Callback`, has a method for an event that there is not, or cannot be
+            called with a run.
     """
     return [_checked(address, at_address(address, FIELD)) for address in config.callback]
 
@@ -83,18 +85,19 @@ def _checked(address: str, found: Any) -> type[Callback]:
         if _EVENT.match(name) and name not in events:
             todo = nearest(name, events, f"name it otherwise; events are {', '.join(events)}")
             raise UserError(FIELD, f"{address} has {name}, and there is no such event", todo)
+    try:
+        signature(found).bind("run")
+    except TypeError as error:
+        todo = "let its __init__ take the run alone"
+        raise UserError(FIELD, f"{address} cannot be called with the run ({error})", todo) from None
     return found
 
 
 def users_callbacks(run: Run, config: TrainConfig, saved: Mapping[str, Any]) -> list[Callback]:
-    """Make the callbacks that ``--callback`` names, with their state from ``saved``, what a checkpoint says.
-
-    Raises:
-        UserError: as `users_classes`; or a class cannot be called with the run.
-    """
+    """Make the callbacks that ``--callback`` names, with their state from ``saved``, what a checkpoint says."""
     found = []
     for kind in users_classes(config):
-        made: Callback = made_at(_agreeing(kind, run.strategy.comm), FIELD, (), run)
+        made = _agreeing(kind, run.strategy.comm)(run)
         if state := saved.get("callbacks", {}).get(address_of(kind)):
             made.load_state_dict(state)
         found.append(made)
