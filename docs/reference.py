@@ -22,8 +22,8 @@ from zeroshard.cli.flags import flags_of
 from zeroshard.cli.verbs import VERBS, Verb
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.train.config.sections import SHORTHANDS, Config
-from zeroshard.train.config.validate import fields_by_name
+from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.validate import fields_by_name
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- Made by `python docs/reference.py` from the settings' classes: do not edit. -->\n\n"

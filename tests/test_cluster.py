@@ -12,9 +12,9 @@ import yaml
 from pages import ROOT
 from zeroshard.cli import VERBS
 from zeroshard.cli.flags import flags_of, read_flags
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
 
 CLUSTER = ROOT / "examples" / "cluster"
 

@@ -24,8 +24,8 @@ from zeroshard.kernels import OPERATIONS
 from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
 from zeroshard.models import PRESETS
 from zeroshard.parallel import STRATEGIES
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.evaluation import Evaluation
 from zeroshard.train.records.records import Callback
 from zeroshard.train.setup.ranks import join

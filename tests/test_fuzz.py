@@ -13,8 +13,8 @@ from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of
 from zeroshard.host.errors import ExitStatus
 from zeroshard.host.launch.ending import Ending
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import fields_by_name
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import fields_by_name
 
 HUGE = ("9223372036854775808", "9" * 400, "9" * 5000)
 TEXTS = ("", "x", "none", "é", "a" * 5000, "..", "/", "-", "--", "$(x)", "\x1b[31m", "a\nb", "a\0b", "\udcff")

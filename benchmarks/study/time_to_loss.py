@@ -42,9 +42,9 @@ from zeroshard.lab.sweep.cases import SweepConfig, make_case  # noqa: E402
 from zeroshard.lab.sweep.results import read_sweep  # noqa: E402
 from zeroshard.parallel.zero import ZeroStrategy  # noqa: E402
 from zeroshard.settings.sizes import parse_bandwidth  # noqa: E402
+from zeroshard.settings.validate import validate  # noqa: E402
 from zeroshard.train.config.config import TrainConfig  # noqa: E402
 from zeroshard.train.config.toml import read_toml  # noqa: E402
-from zeroshard.train.config.validate import validate  # noqa: E402
 from zeroshard.train.setup.assemble import sharded  # noqa: E402
 from zeroshard.zero import LocalSteps  # noqa: E402
 

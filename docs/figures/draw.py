@@ -29,7 +29,7 @@ from zeroshard.lab.predict.memory import OPTIMIZER_STATES, state_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.lab.predict.traffic import messages
 from zeroshard.models import LlamaConfig, build_model
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision
 from zeroshard.zero.core.strategy import SHARD
 

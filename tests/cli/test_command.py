@@ -27,10 +27,10 @@ from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.cli.verbs.training import written
 from zeroshard.cli.verbs.waiting import waiting
 from zeroshard.host.errors import ExitStatus, UserError
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import NAMES_OF_OTHERS, fields_by_name, nested, validate
 from zeroshard.train import start
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nested, validate
 from zeroshard.train.records.console import ERASE
 
 ZEROSHARD = [sys.executable, "-m", "zeroshard"]

@@ -8,7 +8,7 @@ import pytest
 from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of
 from zeroshard.cli.verbs.completion import SHELLS
-from zeroshard.train.config.sections import SHORTHANDS
+from zeroshard.settings.base import SHORTHANDS
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from zeroshard.cli.flags import flags_of, read_flags, take_option
 from zeroshard.host.errors import UserError
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import merge
-from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
-from zeroshard.train.config.validate import validate
 
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console", "bash")]
 KNOWN = {"--help", "--version", "--config", *(word for verb in VERBS.values() for word in verb.words)}

@@ -10,9 +10,9 @@ from zeroshard.cli import VERBS
 from zeroshard.cli.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import fields_by_name
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import fields_by_name
 
 FOLDER = ROOT / "docs" / "reference"
 

@@ -4,9 +4,9 @@ import pytest
 
 from zeroshard.host.errors import UserError
 from zeroshard.lab.sweep.cases import SweepConfig, case_name, cases_of, in_words, make_case
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import read_toml
-from zeroshard.train.config.validate import validate
 
 
 def sweep(**kwargs):

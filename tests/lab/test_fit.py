@@ -16,7 +16,7 @@ from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.lab.predict import workload
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 
 LLAMA = {"name": "llama-tiny", "n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 512}
 FLAGS = [

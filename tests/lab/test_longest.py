@@ -12,7 +12,7 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.levers import levers
 from zeroshard.lab.planner.longest import COARSE, longest_sequence
 from zeroshard.lab.planner.planner import planner_for
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 
 LLAMA = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 512}
 

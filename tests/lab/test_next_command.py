@@ -7,9 +7,9 @@ from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.columns import wrapped
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
 
 SMALL = "--model llama-tiny --seq-len 128 --stage 2 --micro-batch 2"
 

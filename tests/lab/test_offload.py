@@ -27,7 +27,7 @@ from zeroshard.lab.predict.offload import (
     read_again_s,
     share_of,
 )
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 from zeroshard.train.profiling.devices import Device
 from zeroshard.zero.offload.disk import BLOCK_BYTES
 

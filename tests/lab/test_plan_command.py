@@ -13,8 +13,8 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.price import dollars, duration
 from zeroshard.lab.planner.request import Request
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 
 SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
 TINY = "--model gpt2-demo --model.n-layer 2 --model.n-head 2 --model.n-embd 64 --seq-len 64 --micro-batch 1"

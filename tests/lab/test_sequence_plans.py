@@ -16,8 +16,8 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.predict.model_trace import trace_language_model
 from zeroshard.models import LlamaConfig
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.zero import MixedPrecision
 
 HEADS = {"n_head": 4, "n_kv_head": 2, "n_embd": 64}

@@ -23,7 +23,7 @@ from zeroshard.lab.sweep.board import SweepProgress
 from zeroshard.lab.sweep.cases import SweepConfig, make_case
 from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, read_sweep, run_folder
 from zeroshard.lab.sweep.sweep import run_sweep
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 
 STAND_IN = """
 import json, os, pathlib, sys, time, tomllib, uuid

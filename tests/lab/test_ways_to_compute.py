@@ -17,9 +17,9 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.show import notes
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.models import build_model
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import compiled
 from zeroshard.train.setup.compiled import why_off
 

@@ -15,7 +15,7 @@ from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.show import text
 from zeroshard.lab.predict.traffic import bytes_by_op
 from zeroshard.models import build_model
-from zeroshard.train.config.validate import validate
+from zeroshard.settings.validate import validate
 from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 100, "seq_len": 16}

@@ -21,8 +21,8 @@ from zeroshard.models import LlamaConfig, offload_inputs, tiles
 from zeroshard.models.inputs_on_host import slot_bytes
 from zeroshard.models.recompute import recompute_blocks
 from zeroshard.models.tiles import bounds, num_tiles, tile_mlps, tiled
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.zero import Zero
 
 DEEP = LlamaConfig(vocab_size=61, seq_len=12, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)

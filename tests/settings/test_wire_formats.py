@@ -2,9 +2,9 @@
 
 import torch
 
+from zeroshard.settings.local_steps import LocalStepsConfig
+from zeroshard.settings.wire import WireConfig
 from zeroshard.settings.wire_formats import BlockFormat
-from zeroshard.train.config.local_steps_settings import LocalStepsConfig
-from zeroshard.train.config.wire_settings import WireConfig
 from zeroshard.zero import LocalSteps, MixedPrecision
 
 

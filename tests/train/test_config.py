@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.host.errors import UserError
+from zeroshard.settings.validate import by_dotted_name, fields_by_name, validate
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.sections import ModelConfig
+from zeroshard.train.config.model_section import ModelConfig
 from zeroshard.train.config.toml import dump_toml, load_config, read_given, read_toml
-from zeroshard.train.config.validate import by_dotted_name, fields_by_name, validate
 
 
 def refusal(raw: dict) -> UserError:

@@ -15,8 +15,8 @@ from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokenizer import train_bpe
 from zeroshard.host.errors import UserError
 from zeroshard.integrations.hf_export import run_export
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import EvalConfig, ExportConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.inference.evaluation import Scores, in_words, local_score, run_eval, score
 from zeroshard.train.inference.generate import load_for_text
 from zeroshard.train.start import run_training

@@ -11,8 +11,8 @@ from tiny_runs import events_of, summary_of
 from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
 from zeroshard.host.errors import UserError
 from zeroshard.host.launch.environment import World
+from zeroshard.settings.tables import LinkConfig
 from zeroshard.train import links
-from zeroshard.train.config.sections import LinkConfig
 from zeroshard.train.links import Links
 
 CPU = torch.device("cpu")

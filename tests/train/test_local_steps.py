@@ -10,9 +10,9 @@ from zeroshard import checkpoint
 from zeroshard.comm import run_threads
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner.run_plan import predict
+from zeroshard.settings.local_steps import early_momentum, steps_after_last_outer_step
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
-from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.outer_steps import other_replicas
 from zeroshard.train.setup.build import build_run

@@ -23,9 +23,9 @@ from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.finalizers import settle
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import offloading
 from zeroshard.train.start import run_training
 from zeroshard.zero import Offload

@@ -4,9 +4,9 @@ import small_tables as made
 from zeroshard.data.prepare import Progress
 from zeroshard.data.sources import check_source
 from zeroshard.host.errors import UserError
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import PrepareConfig
 from zeroshard.train.config.data_section import DataConfig
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.prepare_data import ProgressLines, data_folder, data_spec, run_prepare
 
 

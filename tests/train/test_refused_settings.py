@@ -4,9 +4,9 @@ import pytest
 
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.errors import UserError
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import validate
 
 # Flags, and how the line begins that refuses them.
 REFUSED = """

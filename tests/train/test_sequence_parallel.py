@@ -11,8 +11,8 @@ from tiny_runs import events_of, summary_of, train_on, trained
 from zeroshard.comm import run_threads
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_plan import predict
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import validate
 
 LLAMA = {"name": "llama-tiny", "n_layer": 2, "n_embd": 32, "n_head": 4, "n_kv_head": 2, "ffn_hidden": 48}
 

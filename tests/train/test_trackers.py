@@ -7,7 +7,7 @@ import pytest
 
 from tiny_runs import events_of
 from zeroshard.host.errors import UserError
-from zeroshard.train.config.sections import TrackConfig
+from zeroshard.settings.tables import TrackConfig
 from zeroshard.train.records.records import StepRecord
 from zeroshard.train.records.trackers import TrackedRun, trackers, values_of
 from zeroshard.train.start import run_training

@@ -4,9 +4,9 @@ from torch import nn
 
 from tiny_runs import events_of
 from zeroshard.comm import LocalCommunicator, run_threads
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import dump_toml, read_given
-from zeroshard.train.config.validate import validate
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.start import run_training
 

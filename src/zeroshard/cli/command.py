@@ -22,7 +22,7 @@ from zeroshard.cli.verbs.base import checked_settings
 from zeroshard.cli.verbs.help import help_of, named, usage, wrapped
 from zeroshard.host import gc_frequency
 from zeroshard.host.errors import ExitStatus, UserError, is_out_of_memory, is_out_of_threads, memory_line, path_line
-from zeroshard.train.config.validate import nearest
+from zeroshard.settings.validate import nearest
 
 # Advice if memory runs out: in a training run, and in any other command (`_NEEDS_OTHERS_LESS`).
 _NEEDS_LESS = (

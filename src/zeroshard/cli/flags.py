@@ -1,6 +1,6 @@
 """Parses flags into a nested dict of raw values, with the same structure as a TOML file.
 
-Values of flags stay text here; `zeroshard.train.config.validate` parses and checks them, like the same key in a file.
+Values of flags stay text here; `zeroshard.settings.validate` parses and checks them, like the same key in a file.
 `zeroshard.cli.verbs.help` prints ``--help`` from the same classes. No parser of others is used, because flags are
 merged over a file before everything is checked, and an error is one line.
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from zeroshard.host.errors import UserError
-from zeroshard.train.config.validate import NAMES_OF_OTHERS, fields_by_name, nearest, no_text
+from zeroshard.settings.validate import NAMES_OF_OTHERS, fields_by_name, nearest, no_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.launch.environment import World, child_environment, preempt_with
-from zeroshard.train.config.sections import Config
+from zeroshard.settings.base import Config
 
 SIGNAL = signal.SIGUSR1  # on it a run saves, and exits with `ExitStatus.PREEMPTED`
 _FIRST_PORT, _NUM_PORTS = 20_000, 40_000

@@ -24,8 +24,8 @@ from zeroshard.host.columns import columns
 from zeroshard.host.errors import ExitStatus, UserError, shown
 from zeroshard.host.regular_files import read_text
 from zeroshard.settings.sizes import LARGEST
+from zeroshard.settings.validate import by_dotted_name, nested, refuse_unusable, validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import by_dotted_name, nested, refuse_unusable, validate
 
 # Settings of ours; or these and a remark, if they mean something else; or only the reason why a key has no effect here.
 Became = Mapping[str, Any] | tuple[Mapping[str, Any], str] | str

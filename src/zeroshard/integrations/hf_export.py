@@ -40,10 +40,10 @@ from zeroshard.models.hugging_face.model import HuggingFaceModel
 from zeroshard.optim.named_shards import ShardReader
 from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.settings.sizes import parse_size
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder

@@ -19,7 +19,7 @@ from zeroshard.comm.shm.shm import ranks_share_host
 from zeroshard.host.errors import UserError
 from zeroshard.host.launch.environment import World, enter_node
 from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size
-from zeroshard.train.config.sections import LinkConfig
+from zeroshard.settings.tables import LinkConfig
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from zeroshard.cli.verbs.training import (
 )
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.settings.base import SHORTHANDS
 from zeroshard.train.config.command_settings import (
     EvalConfig,
     ExportConfig,
@@ -29,7 +30,6 @@ from zeroshard.train.config.command_settings import (
     PrepareConfig,
 )
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import SHORTHANDS
 
 __all__ = ["VERBS", "Verb", "read_file", "say"]
 

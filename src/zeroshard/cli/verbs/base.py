@@ -14,11 +14,11 @@ from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.columns import printable
 from zeroshard.host.errors import UserError, shortened
 from zeroshard.host.masked_addresses import masked
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import by_dotted_name, validate
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
-from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_given
-from zeroshard.train.config.validate import by_dotted_name, validate
 
 LONGEST_LINE = 1500  # most characters of an error's line; a single word has at most 200
 

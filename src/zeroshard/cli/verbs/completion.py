@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from zeroshard.cli.flags import flags_of
 from zeroshard.host.errors import UserError
+from zeroshard.settings.validate import fields_by_name, nearest
 from zeroshard.train.config.registered import names_among
-from zeroshard.train.config.validate import fields_by_name, nearest
 
 if TYPE_CHECKING:
     from zeroshard.cli.verbs.base import Verb

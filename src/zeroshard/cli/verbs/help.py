@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from zeroshard.cli.flags import is_switch
 from zeroshard.cli.verbs.base import Verb
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import fields_by_name, validate
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import fields_by_name, validate
 
 _WIDEST, _NARROWEST = 100, 40  # columns; longer lines are hard to read, shorter ones have no room beside a flag
 # Settings by their names in a file, in groups: those that the README, the tutorial and the how-tos use.

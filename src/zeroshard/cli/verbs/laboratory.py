@@ -19,10 +19,10 @@ from zeroshard.cli.verbs.waiting import waiting
 from zeroshard.host import columns, process
 from zeroshard.host.errors import ExitStatus, UserError, warn
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import nearest, validate
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.sections import SHORTHANDS
 from zeroshard.train.config.toml import read_toml
-from zeroshard.train.config.validate import nearest, validate
 
 SWEEP = "Train once for each combination of settings, and compare."
 

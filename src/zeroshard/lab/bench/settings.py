@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from zeroshard.settings.base import Config
 from zeroshard.train.config.registered import communicators, one_of
-from zeroshard.train.config.sections import Config
 
 CommName = Annotated[str, one_of(communicators())]
 

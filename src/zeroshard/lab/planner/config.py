@@ -11,11 +11,14 @@ from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.settings import rules
+from zeroshard.settings.base import TILES, Config, Count, Tiles
+from zeroshard.settings.local_steps import LocalStepsConfig
+from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.sizes import parse_size
-from zeroshard.train.config.local_steps_settings import LocalStepsConfig
-from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
-from zeroshard.train.config.sections import TILES, Config, Count, LoraConfig, ModelConfig, Tiles
-from zeroshard.train.config.wire_settings import WireConfig
+from zeroshard.settings.tables import LoraConfig
+from zeroshard.settings.wire import WireConfig
+from zeroshard.train.config.model_section import ModelConfig
+from zeroshard.train.config.with_strategy import check_offload
 
 Question = Literal["none", "fewest-gpus", "longest-sequence"]
 

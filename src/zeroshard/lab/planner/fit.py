@@ -23,9 +23,9 @@ from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.settings import rules
+from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.validate import nested, validate
 from zeroshard.train.config.config import merge
-from zeroshard.train.config.sections import SHORTHANDS
-from zeroshard.train.config.validate import nested, validate
 
 
 @dataclass(frozen=True)

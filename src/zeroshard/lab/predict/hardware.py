@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from zeroshard.host.errors import UserError, shown
 from zeroshard.host.regular_files import read_text
 from zeroshard.settings.sizes import parse_bandwidth
-from zeroshard.train.config.validate import nearest
+from zeroshard.settings.validate import nearest
 from zeroshard.train.profiling.devices import DEVICES, GIGA, Device
 
 FORMAT = "zeroshard device 1"

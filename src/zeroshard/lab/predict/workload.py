@@ -21,7 +21,7 @@ from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.presets import model_config, nearest_preset
-from zeroshard.train.config.validate import nearest
+from zeroshard.settings.validate import nearest
 from zeroshard.zero import MixedPrecision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -17,9 +17,9 @@ from zeroshard.lab.run_folders import RunResult, find_runs, locks_held, read_run
 from zeroshard.lab.sweep.cases import CHANGES_NO_RESULT, in_words
 from zeroshard.lab.sweep.results import SWEEP, CaseResult, read_sweep
 from zeroshard.settings.sizes import parse_bandwidth
+from zeroshard.settings.tables import TrackConfig
+from zeroshard.settings.validate import by_dotted_name
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.sections import TrackConfig
-from zeroshard.train.config.validate import by_dotted_name
 
 STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)

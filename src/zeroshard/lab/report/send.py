@@ -10,8 +10,8 @@ from zeroshard.host.regular_files import write_inside
 from zeroshard.lab.report.entries import gather
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.lab.sweep.results import SWEEP
-from zeroshard.train.config.sections import TRACKERS, TrackConfig
-from zeroshard.train.config.validate import by_dotted_name, nearest
+from zeroshard.settings.tables import TRACKERS, TrackConfig
+from zeroshard.settings.validate import by_dotted_name, nearest
 from zeroshard.train.records.trackers import make_tracker, require_trackers, values_of, values_of_eval
 
 

@@ -15,8 +15,8 @@ from zeroshard.lab.report.marks import LeftOutError
 from zeroshard.lab.report.run_figures import held, memory_unit, stacked, thinned
 from zeroshard.lab.run_folders import RunResult
 from zeroshard.parallel.registry import STRATEGIES
+from zeroshard.settings.validate import by_dotted_name
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import by_dotted_name
 from zeroshard.train.records.records import StepRecord
 
 MOST_KINDS = 6  # kinds of exposed communication with a curve of their own

@@ -28,10 +28,10 @@ from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
 from zeroshard.host.masked_addresses import masked
+from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.validate import by_dotted_name, fields_by_name, nearest, nested, validate
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
-from zeroshard.train.config.sections import SHORTHANDS, Config
-from zeroshard.train.config.validate import by_dotted_name, fields_by_name, nearest, nested, validate
 
 CHANGES_NO_RESULT = (
     *("out", "port", "resume", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_every"),

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import strategies_with
+from zeroshard.settings.base import Config
 from zeroshard.settings.sizes import parse_size
 from zeroshard.train.config.data_section import DataConfig
 from zeroshard.train.config.registered import EvaluatingName
-from zeroshard.train.config.sections import Config
 
 
 class PrepareConfig(Config):

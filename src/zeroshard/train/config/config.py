@@ -1,7 +1,7 @@
 """`TrainConfig`, the settings of a training run: typed, and checked as soon as they are read.
 
 Precedence: defaults < the TOML file of ``--config`` < flags. File and flags are merged into one nested dict of raw
-values (`merge`), and `zeroshard.train.config.validate` alone turns that dict into a configuration. So a value from the
+values (`merge`), and `zeroshard.settings.validate` alone turns that dict into a configuration. So a value from the
 file and one from a flag pass the same checks and get the same error messages. TOML has no null: 0 and "" mean "off" or
 "the default", as each field's description says.
 
@@ -23,27 +23,17 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
+from zeroshard.settings.base import SHORTHANDS, TILES, AutoSwitch, Config, Tiles
+from zeroshard.settings.local_steps import LocalStepsConfig
+from zeroshard.settings.offload import OffloadConfig
+from zeroshard.settings.optimizer import OptimizerName, check_optimizer
 from zeroshard.settings.sizes import parse_nnodes
+from zeroshard.settings.tables import ContractConfig, LinkConfig, LoraConfig, OptimConfig, ProfileConfig, TrackConfig
+from zeroshard.settings.wire import WireConfig
 from zeroshard.train.config.data_section import DataConfig
-from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_local_steps_settings
-from zeroshard.train.config.offload_settings import OffloadConfig, check_offload
-from zeroshard.train.config.optimizer_settings import OptimizerName, check_optimizer
+from zeroshard.train.config.model_section import ModelConfig
 from zeroshard.train.config.registered import CommName, StrategyName
-from zeroshard.train.config.sections import (
-    SHORTHANDS,
-    TILES,
-    AutoSwitch,
-    Config,
-    ContractConfig,
-    LinkConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    ProfileConfig,
-    Tiles,
-    TrackConfig,
-)
-from zeroshard.train.config.wire_settings import WireConfig, check_wire
+from zeroshard.train.config.with_strategy import check_local_steps_settings, check_offload, check_wire
 
 # Default rates for fine-tuning trained weights: Stanford Alpaca's, https://github.com/tatsu-lab/stanford_alpaca
 FINE_TUNING: Mapping[str, float] = MappingProxyType({"lr": 2e-5, "min_lr": 2e-6})

@@ -13,7 +13,7 @@ from pydantic import Field, field_serializer, model_validator
 from zeroshard.data.registry import SOURCES, is_hub_name
 from zeroshard.host.errors import UserError
 from zeroshard.host.masked_addresses import masked
-from zeroshard.train.config.sections import SHORTHANDS, Config, Count
+from zeroshard.settings.base import SHORTHANDS, Config, Count
 
 UNNAMED = "unnamed"  # the source of an imported run: the user has to name its data before training
 

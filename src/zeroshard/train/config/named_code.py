@@ -20,7 +20,7 @@ from zeroshard.host.lazily import is_address
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.parallel.registry import STRATEGIES
-from zeroshard.train.config.validate import by_dotted_name
+from zeroshard.settings.validate import by_dotted_name
 
 TRUST = "model.trust_remote_code"
 CALLBACK = "callback"  # classes, each as module:Class

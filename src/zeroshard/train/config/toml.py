@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import read_text, toml_of
+from zeroshard.settings.validate import by_path, nested, validate
 from zeroshard.train.config.config import TrainConfig, merge
-from zeroshard.train.config.validate import by_path, nested, validate
 
 RESOLVED = "resolved"
 _ABOUT_GIVEN = "What was given for this run. `zeroshard train --config THIS_FILE` starts from these settings."

@@ -34,12 +34,12 @@ from zeroshard.host.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.models.hugging_face.folder import is_hugging_face, source_of, tokenizer_file
 from zeroshard.settings import rules
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import EvalConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.config.validate import validate
 from zeroshard.train.inference.generate import checkpoint_of, load_for_text, load_weights, name_of, nothing_in
 from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null

@@ -18,7 +18,7 @@ from torch import nn
 from zeroshard.comm import Communicator, buffer_bytes
 from zeroshard.host.regular_files import folder_inside
 from zeroshard.parallel import Strategy
-from zeroshard.train.config.sections import ProfileConfig
+from zeroshard.settings.tables import ProfileConfig
 from zeroshard.train.profiling.memory import COMM_BUFFERS, AllocationRecorder, in_order
 from zeroshard.train.profiling.trace import RankTrace
 from zeroshard.train.records.records import Callback, StepRecord

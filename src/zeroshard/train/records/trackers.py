@@ -19,8 +19,8 @@ from zeroshard.comm.wrappers.exposed import by_kind
 from zeroshard.host.errors import UserError, warn
 from zeroshard.host.masked_addresses import masked
 from zeroshard.host.regular_files import folder_inside, read_text, write_inside
-from zeroshard.train.config.sections import TrackConfig
-from zeroshard.train.config.validate import by_dotted_name
+from zeroshard.settings.tables import TrackConfig
+from zeroshard.settings.validate import by_dotted_name
 from zeroshard.train.records.records import Callback, StepRecord
 
 _RUN_ID = "tracker-id"  # name of a file in the run folder

@@ -20,7 +20,7 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.agree import first_other
 from zeroshard.comm.rendezvous import as_json, first_difference
 from zeroshard.host.errors import UserError
-from zeroshard.train.config.validate import by_dotted_name
+from zeroshard.settings.validate import by_dotted_name
 
 OWN_TO_A_RANK = frozenset({"nproc", "port", "rdzv_endpoint", "data.dir"})  # settings that may differ between machines
 

@@ -33,11 +33,12 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.settings import rules
+from zeroshard.settings.local_steps import LocalStepsConfig, check_num_replicas
+from zeroshard.settings.offload import OffloadConfig
+from zeroshard.settings.optimizer import IN_8_BITS, WEIGHTS_IN_BF16
+from zeroshard.settings.tables import LoraConfig
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.local_steps_settings import LocalStepsConfig, check_num_replicas
-from zeroshard.train.config.offload_settings import OffloadConfig
-from zeroshard.train.config.optimizer_settings import IN_8_BITS, WEIGHTS_IN_BF16
-from zeroshard.train.config.sections import LoraConfig, ModelConfig
+from zeroshard.train.config.model_section import ModelConfig
 from zeroshard.train.setup.agree import agree_on, model_facts
 from zeroshard.train.setup.compiled import compile_model
 from zeroshard.train.setup.products_in_8_bits import multiply_in_8_bits

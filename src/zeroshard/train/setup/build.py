@@ -26,8 +26,8 @@ from zeroshard.models import LanguageModel
 from zeroshard.models.compared_rows import compare_rows
 from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel.zero import ZeroStrategy
+from zeroshard.settings.local_steps import early_momentum, steps_after_last_outer_step
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.local_steps_settings import early_momentum, steps_after_last_outer_step
 from zeroshard.train.links import Links
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.step_guard import StepGuard

@@ -15,8 +15,8 @@ from zeroshard.comm.agree import first_rank_does, largest
 from zeroshard.host.errors import UserError
 from zeroshard.host.lazily import at_address
 from zeroshard.parallel.zero import ZeroStrategy
+from zeroshard.settings.validate import nearest
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import nearest
 from zeroshard.train.loop.average import AverageFollows
 from zeroshard.train.loop.held_to_plan import HeldToPlan
 from zeroshard.train.loop.measures import Measures

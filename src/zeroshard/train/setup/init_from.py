@@ -26,12 +26,13 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.optim.named_shards import ShardReader
 from zeroshard.parallel import Strategy
+from zeroshard.settings.tables import LoraConfig
+from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import DataConfig
+from zeroshard.train.config.model_section import ModelConfig
 from zeroshard.train.config.named_code import require_asked
-from zeroshard.train.config.sections import LoraConfig, ModelConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.config.validate import validate
 from zeroshard.train.setup import resume
 from zeroshard.train.setup.assemble import lora_of, model_table
 from zeroshard.train.setup.hugging_face import with_tokenizer_of

@@ -7,8 +7,8 @@ import torch
 from zeroshard.host.errors import UserError
 from zeroshard.host.launch import environment
 from zeroshard.host.process import num_cpus
+from zeroshard.settings.optimizer import WEIGHTS_IN_BF16
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.optimizer_settings import WEIGHTS_IN_BF16
 from zeroshard.train.setup.compiled import with_compile
 
 _WITH_TF32 = (8, 0)  # lowest compute capability with TF32: Ampere

@@ -15,8 +15,8 @@ from zeroshard.host import host_memory
 from zeroshard.host.errors import UserError
 from zeroshard.host.host_memory import GIB
 from zeroshard.parallel import strategy_entry
+from zeroshard.settings.offload import OffloadConfig
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.offload_settings import OffloadConfig
 from zeroshard.train.records.plan_contract import Planned
 from zeroshard.train.records.records import in_memory
 from zeroshard.train.setup.auto import HEADROOM, num_free_bytes

@@ -10,8 +10,8 @@ from zeroshard.comm import Communicator
 from zeroshard.comm.registry import name_of
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
+from zeroshard.settings.optimizer import IN_8_BITS
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.optimizer_settings import IN_8_BITS
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
 from zeroshard.train.setup.assemble import compute_dtype, local_steps, offload, reduce_dtype, wire

@@ -21,11 +21,11 @@ from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
+from zeroshard.settings.optimizer import same_rule
+from zeroshard.settings.validate import by_dotted_name, validate
 from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.model_section import ModelConfig
 from zeroshard.train.config.named_code import names_code
-from zeroshard.train.config.optimizer_settings import same_rule
-from zeroshard.train.config.sections import ModelConfig
-from zeroshard.train.config.validate import by_dotted_name, validate
 from zeroshard.train.loop.outer_steps import other_replicas, own_guard
 from zeroshard.train.loop.run import Run
 from zeroshard.train.records.trackers import forget_run

@@ -17,7 +17,7 @@ from zeroshard.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest
 from zeroshard.host.columns import columns, printable
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.masked_addresses import masked
-from zeroshard.train.config.validate import nearest
+from zeroshard.settings.validate import nearest
 from zeroshard.train.records.console import bytes_in_words
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint

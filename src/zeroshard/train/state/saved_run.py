@@ -19,8 +19,8 @@ from zeroshard.host.columns import printable
 from zeroshard.host.errors import UserError
 from zeroshard.host.regular_files import json_of, read_text
 from zeroshard.optim.loss_scale import SMALLEST_SCALE
+from zeroshard.settings.validate import by_path, nested, validate
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.config.validate import by_path, nested, validate
 from zeroshard.train.records.log_files import SUMMARY
 
 _Count = Annotated[int, Field(ge=0, lt=2**63)]

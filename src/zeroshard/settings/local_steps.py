@@ -12,9 +12,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.parallel.registry import strategies_with, strategy_entry
+from zeroshard.settings.base import Config
 from zeroshard.settings.rules import check_local_steps
-from zeroshard.train.config.sections import Config
 
 # Largest outer_lr / (1 - outer_momentum) for which a run from new weights prints no warning: 1.4 made the loss 2 %
 # worse, 2.0 more than that, and 7 (DiLoCo's) 25 %. See docs/slow-links.md.
@@ -58,31 +57,6 @@ class LocalStepsConfig(Config):
             )
             raise UserError("local_steps.fragments", what, f"give at most {self.every}")
         return self
-
-
-def check_local_steps_settings(
-    local_steps: LocalStepsConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
-) -> None:
-    """Raise UserError if local steps are on and another setting of the run does not work with them."""
-    if not local_steps.on:
-        return
-    entry = strategy_entry(strategy)
-    todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
-    if not entry.planned:
-        raise UserError(
-            "local_steps.every", f"{strategy} cannot take local steps: it does not use zeroshard's engine", todo
-        )
-    if strategy == "auto":
-        raise UserError("local_steps.every", "auto cannot take local steps: what fits is found for one replica", todo)
-    check_local_steps("local_steps.every", local_steps.every, shard_size)
-    if ema_decay:
-        what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
-        raise UserError("ema_decay", what, "leave it out, or --local-steps.every")
-    if dtype == "float16":
-        what = (
-            "float16 needs one loss scale on all ranks at each step, and replicas with local steps have none in common"
-        )
-        raise UserError("dtype", what, "use bfloat16, or leave out --local-steps.every")
 
 
 def check_num_replicas(local_steps: LocalStepsConfig, shard_size: int, world_size: int, nnodes: str) -> None:

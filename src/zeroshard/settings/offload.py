@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.parallel.registry import strategies_with, strategy_entry
+from zeroshard.settings.base import SHORTHANDS, Config
 from zeroshard.settings.sizes import parse_size
-from zeroshard.train.config.sections import SHORTHANDS, Config
 
 
 def _as_text(value: Any) -> Any:
@@ -104,14 +103,3 @@ class OffloadConfig(Config):
         if self.pinned:
             parse_size("offload.pinned", self.pinned)
         return self
-
-
-def check_offload(offload: OffloadConfig, strategy: str, *, local_steps: bool) -> None:
-    """Raise UserError if the run cannot keep state off the device."""
-    if offload.on and local_steps:
-        what = f"{offload.state} is given, and outer steps of local_steps.every read master weights on the device"
-        raise UserError("offload.state", what, "leave one of the two out")
-    if offload.on and not strategy_entry(strategy).planned:
-        todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
-        what = f"{offload.state} is given, and {strategy} does not use zeroshard's engine"
-        raise UserError("offload.state", what, todo)

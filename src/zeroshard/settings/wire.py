@@ -8,10 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
-from zeroshard.settings import rules
+from zeroshard.settings.base import Config
 from zeroshard.settings.wire_formats import check_block
-from zeroshard.train.config.sections import Config
 
 Travels = Literal["as-is", "float32", "bfloat16", "float16", "int8", "int4", "e4m3", "fp8"]
 BLOCK_FORMATS = ("int8", "int4", "e4m3", "fp8")
@@ -68,18 +66,3 @@ class WireConfig(Config):
             what = f"{self.node_size} is given, and gradients have no wire format"
             raise UserError("wire.node_size", what, "add --wire.grads int8, or leave it out")
         return self
-
-
-def check_wire(wire: WireConfig, strategy: str) -> None:
-    """Raise UserError if the strategy has no such wire format."""
-    if not wire.given:
-        return
-    entry = strategy_entry(strategy)
-    ours = ", ".join(name for name in strategies_with("planned") if STRATEGIES[name].stage)
-    todo = f"leave it out, or use --strategy {ours}"
-    name, value = f"wire.{wire.given}", getattr(wire, wire.given)
-    if not entry.planned:
-        raise UserError(name, f"{value} is given, and {strategy} does not use zeroshard's engine", todo)
-    if strategy == "auto":
-        raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
-    rules.check_wire(name, value, entry.stage, todo)

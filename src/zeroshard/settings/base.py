@@ -1,0 +1,44 @@
+"""The base of all settings' classes, and kinds of values: a field has its default, bounds and one sentence of help.
+
+The command line, config.toml, the axes of sweeps and the pages of the reference are made from these fields.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from zeroshard.settings.sizes import parse_count
+
+# `model = "NAME"` stands for `model.name = "NAME"`
+SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state"}
+Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
+
+
+def _as_switch(raw: Any) -> Any:
+    words = {**dict.fromkeys(("true", "yes", "1"), "on"), **dict.fromkeys(("false", "no", "0"), "off")}
+    return words.get(str(raw).lower(), raw)
+
+
+AutoSwitch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]  # true and false are on and off
+
+
+def _as_text(raw: Any) -> Any:
+    return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
+
+
+Tiles = Annotated[str, BeforeValidator(_as_text)]  # none, auto or a number
+TILES = "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many."
+
+
+class Config(BaseModel):
+    """Base class of all settings: unknown keys are refused, and an instance is frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def resolved(self, **values: Any) -> Self:
+        """Return a copy with ``values`` that nobody gave, because this machine or other settings decide them."""
+        copy = self.model_copy(update=values)
+        copy.model_fields_set.difference_update(values)
+        return copy
