@@ -209,5 +209,5 @@ def test_all_ranks_end_a_run_if_one_wants_to_and_events_come_in_order(tiny_confi
     found = run_threads(lambda comm: train_on(comm, config), 2)
     assert [(int(status), run.progress.step) for status, run in found] == [(0, 2)] * 2
     step = ["before_step", "on_update", "on_step"]
-    assert events == ["on_start", *step, *step, "on_eval", "on_checkpoint", "before_end", "on_end", "close"]
+    assert events == ["on_start", *step, *step, "on_eval", "before_end", "on_checkpoint", "on_end", "close"]
     assert summary_of(config.out)["last_checkpoint_step"] == 2

@@ -127,8 +127,10 @@ class Saving(Callback):
         self.alive()
 
     def before_end(self, summary: dict[str, Any]) -> None:
-        """Wait for the current save, and settle the run's status."""
-        self._run.progress.status = self.finish(self._run.progress.status)
+        """Wait for the current save, settle the run's status, and add what was trained and saved."""
+        progress, guard = self._run.progress, self._run.guard
+        progress.status = self.finish(progress.status)
+        summary |= {"tokens": self._run.tokens_at(progress.step), "num_skipped": guard.num_skipped}
         summary["last_checkpoint_step"] = self.saved_at
 
     def sound(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 
@@ -26,11 +25,6 @@ class SkippedSteps(Callback):
         if self._run.guard.given_up or (self._run.scaler and self._run.scaler.exhausted):
             self._complain(record)
             self._run.progress.status = ExitStatus.NOT_FINITE
-
-    def before_end(self, summary: dict[str, Any]) -> None:
-        """Add what was trained on, and the number of skipped steps."""
-        tokens = self._run.tokens_at(self._run.progress.step)
-        summary |= {"tokens": tokens, "num_skipped": self._run.guard.num_skipped}
 
     def _complain(self, record: StepRecord) -> None:
         """Print why the run is given up, and which module produced the first NaN/Inf; collective.
