@@ -1,7 +1,5 @@
 """Data sets of the hub and files at addresses, from a server on this machine: the same code as for the real ones."""
 
-import functools
-import inspect
 import os
 import socket
 import sys
@@ -86,15 +84,17 @@ def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, no_loa
 
     from zeroshard.data import hub
 
-    limit_s = inspect.signature(files_module.answers).parameters["timeout_s"].default
-    assert limit_s <= 10
-    monkeypatch.setattr(hub, "answers", functools.partial(files_module.answers, timeout_s=0.2))
+    assert hub.ANSWER_S == files_module.ANSWER_S <= 10
+    monkeypatch.setattr(hub, "ANSWER_S", 0.2)
+    monkeypatch.setattr(files_module, "ANSWER_S", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes calls and never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(UserError, match=r"data\.source: .*openwebtext"):
+        with pytest.raises(UserError, match=r"data\.source: .*openwebtext cannot be had from .* \(no answer in time\)"):
             open_hub(SourceRequest("openwebtext", (), SyntheticSize(256, 1, 0)))
+        with pytest.raises(UserError, match=r"data\.path: http.*a\.jsonl cannot be had \(no answer in time\)"):
+            files_module.facts_of(f"{constants.ENDPOINT}/a.jsonl")
 
 
 def test_offline_on_purpose_is_said_at_once(monkeypatch):

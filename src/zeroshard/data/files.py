@@ -1,19 +1,15 @@
 """Open files by local path or by address in the same way, and fail within seconds if they are unavailable.
 
-A local path is opened by Python, an address (``https://``, ``hf://``, ``s3://`` ...) by fsspec. For an address over
-HTTP we first check that the server answers, because the libraries below us would retry for a long time without a
-message.
+A local path is opened by Python, an address (``https://``, ``hf://``, ``s3://`` ...) by fsspec. The first answer of a
+server has a short time limit.
 """
 
 from __future__ import annotations
 
-import base64
 import gzip
 import hashlib
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -21,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from zeroshard.host import regular_files
 from zeroshard.host.errors import UserError
@@ -29,6 +25,7 @@ from zeroshard.host.errors import UserError
 Result = TypeVar("Result")
 
 EDGE_BYTES = 1 << 20
+ANSWER_S = 10.0  # time limit for the first answer of a server
 CONNECT_S, SILENCE_S = 10.0, 60.0  # time limits for connecting, and for a server that stops sending
 RETRIES_S = (1.0, 3.0, 9.0)  # waits before each retry of an address that failed
 _IO_PACKAGES = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "huggingface_hub", "fsspec", "pyarrow")
@@ -65,17 +62,15 @@ def is_address(path: str) -> bool:
 
 def name_of(path: str) -> str:
     """Return the file's name, without the query (``?...``) of an address; raise UserError if it is no address."""
-    return Path(_parts(path).path if is_address(path) else path).name
-
-
-def _parts(address: str) -> SplitResult:
+    if not is_address(path):
+        return Path(path).name
     try:
-        parts = urlsplit(address)
+        parts = urlsplit(path)
         _ = parts.port  # which raises where there is no number
     except ValueError:  # its message may have a part of the password
         todo = "check it; in a name or password write /, ?, # and @ as %2F, %3F, %23 and %40"
-        raise UserError("data.path", f"{address} is no address", todo) from None
-    return parts
+        raise UserError("data.path", f"{path} is no address", todo) from None
+    return Path(parts.path).name
 
 
 def suffix_of(path: str) -> str:
@@ -106,13 +101,12 @@ def facts_of(path: str) -> FileFacts:
     Raises:
         UserError: it is missing, empty or unavailable; raised within seconds.
     """
+    is_http = path.startswith(("http://", "https://"))
     try:
         version = ""
         if is_address(path):
-            if path.startswith(("http://", "https://")):
-                answers(path, "data.path", "check the address and the network")
             filesystem, inner = _filesystem(path)
-            info = filesystem.info(inner)
+            info = within(ANSWER_S if is_http else None, lambda: filesystem.info(inner))
             num_bytes = int(info.get("size") or 0)
             version = str(info.get("ETag") or info.get("etag") or info.get("blob_id") or "")
         else:
@@ -128,50 +122,22 @@ def facts_of(path: str) -> FileFacts:
                     digest.update(file.read())
             version = digest.hexdigest()
         return FileFacts(path, num_bytes, version)
-    except FileNotFoundError:
-        raise UserError("data.path", f"{path} does not exist", "check the path") from None
     except Exception as error:
-        if isinstance(error, UserError) or not (_is_io(error) or isinstance(error, ImportError | ValueError)):
+        if isinstance(error, UserError) or not (is_io(error) or isinstance(error, ImportError | ValueError)):
             raise
-        raise UserError("data.path", f"{path} cannot be read ({_reason(error)})", "check the path") from None
+        if is_http:
+            reason = reason_of(
+                error.__cause__ or error
+            )  # fsspec calls each failure a missing file, and gives its cause
+            raise UserError(
+                "data.path", f"{path} cannot be had ({reason})", "check the address and the network"
+            ) from None
+        if isinstance(error, FileNotFoundError):
+            raise UserError("data.path", f"{path} does not exist", "check the path") from None
+        raise UserError("data.path", f"{path} cannot be read ({reason_of(error)})", "check the path") from None
 
 
-def answers(address: str, field: str, todo: str, *, timeout_s: float = 5.0) -> None:
-    """Check that a server answers for ``address`` within about ``timeout_s``.
-
-    Raises:
-        UserError: it does not answer, or it refuses.
-    """
-
-    def ask() -> None:
-        """Ask for the address; an answer that says that asking so is not allowed is one, too."""
-        parts, headers = _parts(address), dict(_HEADERS)
-        name, separator, host = parts.netloc.rpartition("@")
-        if separator:  # urllib would take name and password for a part of the host's name
-            headers["Authorization"] = f"Basic {base64.b64encode(unquote(name).encode()).decode()}"
-        if find_spec("huggingface_hub") is not None:
-            from huggingface_hub import constants, get_token
-
-            if address.startswith(constants.ENDPOINT + "/") and (token := get_token()):
-                headers["Authorization"] = f"Bearer {token}"  # for the hub alone
-        bare = parts._replace(netloc=host, fragment="").geturl()
-        request = urllib.request.Request(bare, method="HEAD", headers=headers)
-        try:
-            urllib.request.urlopen(request, timeout=timeout_s).close()
-        except urllib.error.HTTPError as error:
-            error.close()  # an HTTPError is also the response, and keeps its socket open
-            if error.code not in (405, 501):  # the server does not support HEAD, but it answers
-                raise
-
-    try:
-        within(timeout_s + 2, ask)
-    except TimeoutError:
-        raise UserError(field, f"{address} does not answer within {timeout_s:g} s", todo) from None
-    except (OSError, ValueError) as error:
-        raise UserError(field, f"{address} cannot be had ({_reason(error)})", todo) from None
-
-
-def within(seconds: float, ask: Callable[[], Result]) -> Result:
+def within(seconds: float | None, ask: Callable[[], Result]) -> Result:
     """Return what ``ask`` returns, or raise what it raises; TimeoutError after ``seconds``, in which it goes on.
 
     For calls without a time limit of their own: a DNS lookup has none, and neither has tiktoken's download.
@@ -198,7 +164,7 @@ def patiently(read: Callable[[], Result], path: str, todo: str) -> Result:
         try:
             return read()
         except Exception as error:
-            if not _is_io(error):
+            if not is_io(error):
                 raise
             if wait_s is None or not is_address(path):
                 raise _failed(path, error, todo) from None
@@ -212,7 +178,7 @@ def in_one_line(path: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_io(error):
+        if not is_io(error):
             raise
         raise _failed(path, error, "try again") from None
 
@@ -220,7 +186,7 @@ def in_one_line(path: str) -> Generator[None]:
 def _failed(path: str, error: Exception, todo: str) -> UserError:
     if _is_damage(error):
         todo = "the file is damaged, or no such archive: fetch or write it again"
-    return UserError("data", f"{path} failed ({_reason(error)})", todo)
+    return UserError("data", f"{path} failed ({reason_of(error)})", todo)
 
 
 def require_package(name: str, what: str) -> None:
@@ -229,7 +195,7 @@ def require_package(name: str, what: str) -> None:
         raise UserError("data", f"{what} needs the package {name}", "pip install 'zeroshard[data]'")
 
 
-def _is_io(error: Exception) -> bool:
+def is_io(error: Exception) -> bool:
     """Whether the error means that a file or a connection failed; fsspec and others have their own classes for that."""
     return isinstance(error, OSError) or _package_of(error) in _IO_PACKAGES or _is_damage(error)
 
@@ -256,7 +222,9 @@ def _filesystem(path: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(path, **options)
 
 
-def _reason(error: BaseException) -> str:
-    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-    status = getattr(error, "code", None)
-    return " ".join(f"{status} {reason}".split() if isinstance(status, int) else str(reason).split()) or repr(error)
+def reason_of(error: BaseException) -> str:
+    """Return why a file or a connection failed, in one line and without the address."""
+    reason = getattr(error, "message", None) or getattr(error, "strerror", None) or error
+    status = getattr(error, "status", None)  # aiohttp's
+    told = " ".join((f"{status} {reason}" if isinstance(status, int) else str(reason)).split())
+    return told or ("no answer in time" if isinstance(error, TimeoutError) else repr(error))

@@ -4,8 +4,8 @@
 that hub addresses and local files use the same code. The files' addresses name a commit, so a later run reads the same
 content.
 
-The hub is contacted once, with a short time limit, before `datasets` is, because the loaders in `datasets` retry for
-half a minute without a message.
+The hub is asked once, with a short time limit, before `datasets` is, because the loaders in `datasets` retry for half a
+minute without a message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroshard.data.files import FileFacts, answers, facts_of, require_package
+from zeroshard.data.files import ANSWER_S, FileFacts, facts_of, is_io, reason_of, require_package, within
 from zeroshard.data.registry import SOURCES, SourceRequest
 from zeroshard.data.tables import TABLE_SUFFIXES, Tables, is_table
 from zeroshard.host.errors import UserError
@@ -53,19 +53,23 @@ def open_hub(asked: SourceRequest) -> Tables:
     wanted = parse_hub_name(asked.name)
     require_package("datasets", f"{asked.name} on the Hugging Face hub")
     from datasets import config
-    from huggingface_hub import HfFileSystem, constants
+    from huggingface_hub import HfApi, HfFileSystem, constants
+    from huggingface_hub.errors import HfHubHTTPError
 
     todo = "go online, or give files by --data text --data.path"
     if constants.HF_HUB_OFFLINE or config.HF_DATASETS_OFFLINE:
         raise UserError("data.source", f"{wanted} is on the Hugging Face hub, and HF_HUB_OFFLINE is set", todo)
-    address = f"{constants.ENDPOINT}/api/datasets/{wanted.repo}"
+    hub = HfApi(constants.ENDPOINT)
     try:
-        answers(address, "data.source", todo)
-    except UserError as error:
-        if any(f"({status} " in error.what for status in (401, 403, 404)):  # the hub hides private and gated data sets
-            todo = "check its name, or set HF_TOKEN if it is private or gated"
-            raise UserError("data.source", f"the hub shows no data set {wanted.repo} ({address})", todo) from None
-        raise
+        within(ANSWER_S, lambda: hub.dataset_info(wanted.repo))
+    except Exception as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
+            todo = "check its name, or set HF_TOKEN if it is private or gated"  # it hides private and gated data sets
+            raise UserError("data.source", f"the hub shows no data set {wanted.repo} ({hub.endpoint})", todo) from None
+        if not is_io(error):
+            raise
+        what = f"{wanted} cannot be had from {hub.endpoint} ({reason_of(error)})"
+        raise UserError("data.source", what, todo) from None
     files = _data_files(wanted)
     others = [path for path in files if not is_table(path)]
     if others:
