@@ -2,7 +2,7 @@
 
     DIR/meta.json                 this description
     DIR/train/tokens-00000.bin    token ids, little-endian uint16 (uint32 above 65,536 ids), nothing else
-    DIR/train/blocks.bin          a checksum of each block of these, see `zeroshard.data.block_checksums`
+    DIR/train/blocks.bin          a checksum of each block of these, see `zeroshard.data.token_shard`
     DIR/val/tokens-00000.bin, blocks.bin
     DIR/tokenizer.json            only if the tokenizer was trained on this source, or was read from a file
         DIR/train/counts.bin, ends.bin, DIR/chat_template.jinja   of examples, see `zeroshard.data.examples`

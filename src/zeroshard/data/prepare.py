@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 
 from zeroshard.data.bins import TokenBins
-from zeroshard.data.block_checksums import BLOCK_BYTES
 from zeroshard.data.encode import Encoder, Task, tasks_of, train_texts
 from zeroshard.data.examples.prepare import write_examples
 from zeroshard.data.files import Fingerprint, is_address
@@ -39,6 +38,7 @@ from zeroshard.data.sources import Source, SyntheticSize, SyntheticTokens, TextF
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS, Holdout
 from zeroshard.data.tables import PART_BYTES, Tables, count_documents
+from zeroshard.data.token_shard import BLOCK_BYTES
 from zeroshard.data.tokenizer import (
     TOKENIZER_FILE,
     BpeTokenizer,

@@ -1,6 +1,6 @@
 """Token shards: a stream of ids in memory-mapped files, with random access across shard boundaries.
 
-Reading uses only page-cache memory, which the system can reclaim; a batch is one gather from the map. Writing keeps one
+Reading uses only page-cache memory, which the system can reclaim; a batch is a copy of its rows. Writing keeps one
 block in memory at a time.
 """
 
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
-from zeroshard.data.block_checksums import SUM, BlockSums, MappedBlocks, num_blocks
-from zeroshard.data.mapped_pages import MappedPages
 from zeroshard.data.meta import BLOCKS, DTYPES, SPLITS, DataMeta, ShardMeta, SplitMeta, read_meta, sha256_of
+from zeroshard.data.token_shard import BLOCK_BYTES, SUM, BlockSums, TokenShard, num_blocks
 from zeroshard.host.errors import UserError, warn
 
 DEFAULT_SHARD_TOKENS = 100_000_000
@@ -28,23 +28,14 @@ class TokenDataset:
     """One stream of token ids, stored as consecutive pieces.
 
     Args:
-        shards: 1-D unsigned arrays of one dtype, in order; memory maps or plain arrays.
+        shards: the pieces, of one unsigned dtype, in order; arrays are 1-D.
         vocab_size: ids are below it.
-        blocks: for each of them what checks its blocks when they are first read; empty: nothing is checked.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[NDArray[np.unsignedinteger]],
-        vocab_size: int,
-        blocks: Sequence[MappedBlocks] = (),
-    ) -> None:
-        assert len(blocks) in (0, len(shards))
-        self._blocks = [block for block, shard in zip(blocks, shards, strict=True) if shard.size] if blocks else []
-        self._pages = [MappedPages(shard) for shard in shards if shard.size]
-        # np.asarray drops the memmap subclass, which makes a Python call for every slice.
-        self._shards = [np.asarray(shard) for shard in shards if shard.size] or [np.empty(0, np.uint16)]
-        self._bounds = np.cumsum([0, *(shard.size for shard in self._shards)])  # [num_shards + 1]
+    def __init__(self, shards: Sequence[NDArray[np.unsignedinteger] | TokenShard], vocab_size: int) -> None:
+        found = [shard if isinstance(shard, TokenShard) else TokenShard(shard) for shard in shards]
+        self._shards = [shard for shard in found if shard.ids.size] or [TokenShard(np.empty(0, np.uint16))]
+        self._bounds = [0, *accumulate(shard.ids.size for shard in self._shards)]
         self.vocab_size = vocab_size
 
     @classmethod
@@ -61,77 +52,63 @@ class TokenDataset:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         folder, meta = Path(folder), read_meta(Path(folder))
         dtype, sums = DTYPES[meta.dtype], _sums_of(folder, meta, split)
-        shards, blocks = [], []
+        block_bytes = meta.block_bytes or BLOCK_BYTES
+        shards, own = [], None
         for shard in meta.splits[split].shards:
-            path = folder / shard.file
-            check_size(path, shard.num_tokens * dtype.itemsize)
-            shards.append(np.memmap(path, dtype=dtype, mode="r"))
+            path, num_bytes = folder / shard.file, shard.num_tokens * dtype.itemsize
+            check_size(path, num_bytes)
             if sums is not None:
-                own, sums = np.split(sums, [num_blocks(shards[-1].nbytes, meta.block_bytes)])
-                blocks.append(MappedBlocks(path, shards[-1], own, meta.block_bytes))
-        return cls(shards, meta.vocab_size, blocks)
+                own, sums = np.split(sums, [num_blocks(num_bytes, block_bytes)])
+            shards.append(
+                TokenShard(np.memmap(path, dtype=dtype, mode="r"), own, meta.block_bytes or BLOCK_BYTES, path)
+            )
+        return cls(shards, meta.vocab_size)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the stream."""
-        return int(self._bounds[-1])
+        return self._bounds[-1]
 
     def window(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Return a copy of tokens ``[start, start + length)``, [length]; ValueError if they are outside the stream."""
+        """Return a copy of tokens ``[start, start + length)``, [length].
+
+        Raises:
+            ValueError: they are outside the stream.
+            UserError: a block that is now read for the first time is damaged.
+        """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise ValueError(f"tokens [{start}, {start + length}) are outside [0, {self.num_tokens})")
-        out = np.empty(length, self._shards[0].dtype)
+        out = np.empty(length, self._shards[0].ids.dtype)
         done = 0
-        index = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        index = bisect_right(self._bounds, start) - 1
         while done < length:
-            offset = start + done - int(self._bounds[index])
-            piece = self._shards[index][offset : offset + length - done]
-            self._check(index, np.array([offset]), piece.size)
+            piece = self._shards[index].read(start + done - self._bounds[index], length - done)
             out[done : done + piece.size] = piece
             done, index = done + piece.size, index + 1
         return out
 
     def gather(self, starts: ArrayLike, length: int) -> NDArray[np.unsignedinteger]:
-        """Return ``[len(starts), length]``: the window at each start, by one indexing operation per touched shard.
+        """Return ``[len(starts), length]``: the window at each start, of which the kernel is told of all at once.
 
         Raises:
-            ValueError: a window is not inside the stream, or ``length`` < 1.
+            ValueError: a window is not inside the stream.
+            UserError: as `window`.
         """
         first = np.asarray(starts, dtype=np.int64)
-        if length < 1 or (first.size and (first.min() < 0 or first.max() + length > self.num_tokens)):
+        if first.size and (first.min() < 0 or first.max() + length > self.num_tokens):
             raise ValueError(f"a window of {length} tokens is outside [0, {self.num_tokens})")
         self.read_ahead(first, length)
-        if len(self._shards) == 1:
-            self._check(0, first, length)
-            return self._windows(0, length)[first]
-        out = np.empty((first.size, length), self._shards[0].dtype)
-        index = np.searchsorted(self._bounds, first, side="right") - 1
-        crosses = first + length > self._bounds[index + 1]
-        for shard in np.unique(index[~crosses]).tolist():
-            inside = (index == shard) & ~crosses
-            self._check(shard, first[inside] - self._bounds[shard], length)
-            out[inside] = self._windows(shard, length)[first[inside] - self._bounds[shard]]
-        for row in np.flatnonzero(crosses).tolist():  # few, because shard boundaries are rare
-            out[row] = self.window(int(first[row]), length)
+        out = np.empty((first.size, length), self._shards[0].ids.dtype)
+        for row, start in enumerate(first.tolist()):
+            out[row] = self.window(start, length)
         return out
 
     def read_ahead(self, starts: ArrayLike, lengths: ArrayLike) -> None:
         """Ask the kernel to fetch ``lengths`` tokens from each start, which will be read soon; returns at once."""
-        first, itemsize = np.asarray(starts, dtype=np.int64), self._shards[0].itemsize
-        sizes = np.broadcast_to(np.asarray(lengths, dtype=np.int64) * itemsize, first.shape)
-        index = np.searchsorted(self._bounds, first, side="right") - 1
-        for shard in set(index.tolist()):
-            inside = index == shard  # only up to the shard's end: few windows continue in the next shard
-            self._pages[shard].read_ahead((first[inside] - self._bounds[shard]) * itemsize, sizes[inside])
-
-    def _check(self, shard: int, starts: NDArray[np.int64], length: int) -> None:
-        """Raise UserError if a block that is now read for the first time is damaged."""
-        if self._blocks:
-            self._blocks[shard].check(starts, length)
-
-    def _windows(self, shard: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Return every window of a shard as a view, [size - length + 1, length]; only indexing it copies anything."""
-        return sliding_window_view(self._shards[shard], length)
+        first = np.asarray(starts, dtype=np.int64)
+        for start, length in zip(first.tolist(), np.broadcast_to(lengths, first.shape).tolist(), strict=True):
+            index = bisect_right(self._bounds, start) - 1
+            self._shards[index].read_ahead(start - self._bounds[index], length)  # few windows continue in the next
 
 
 class TokenWriter:

@@ -16,7 +16,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from zeroshard.data.block_checksums import BLOCK_BYTES
 from zeroshard.data.chat_templates import OpenTemplate, find_template, keep_template
 from zeroshard.data.examples.encode import ExampleEncoder
 from zeroshard.data.examples.store import ExampleWriter
@@ -26,6 +25,7 @@ from zeroshard.data.meta import SPLITS, DataMeta, SourceMeta, dtype_for
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.split import MANY_DOCUMENTS
 from zeroshard.data.tables import Part, PartReader, Tables, is_list
+from zeroshard.data.token_shard import BLOCK_BYTES
 from zeroshard.data.tokenizer import BpeTokenizer, make_tokenizer, write_tokenizer
 from zeroshard.host.errors import UserError
 

@@ -1,6 +1,7 @@
-"""No change of a prepared folder goes unnoticed: a block of tokens is checked when it is first read."""
+"""Pages of a token file are fetched together; no change of a prepared folder goes unnoticed."""
 
 import json
+import mmap
 import shutil
 
 import numpy as np
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 
 import chats
 from zeroshard.cli import main
-from zeroshard.data import block_checksums
-from zeroshard.data.block_checksums import BLOCK_BYTES, BlockSums
+from zeroshard.data import token_shard
 from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
+from zeroshard.data.token_shard import BLOCK_BYTES, BlockSums, TokenShard
 from zeroshard.data.tokenizer import load_tokenizer
 from zeroshard.data.tokens import TokenDataset, verify
 from zeroshard.host.errors import UserError
@@ -66,13 +67,13 @@ def test_no_change_that_keeps_sizes_is_read(made, tmp_path):
 
 def test_a_block_is_checked_when_it_is_first_read_and_never_again(made, tmp_path, monkeypatch):
     folder, hashed = shutil.copytree(made / "walk", tmp_path / "walk"), []
-    true_hash = block_checksums.xxhash.xxh3_64_intdigest
+    true_hash = token_shard.xxhash.xxh3_64_intdigest
 
     def counted(data):
         hashed.append(len(data))
         return true_hash(data)
 
-    monkeypatch.setattr(block_checksums.xxhash, "xxh3_64_intdigest", counted)
+    monkeypatch.setattr(token_shard.xxhash, "xxh3_64_intdigest", counted)
     flip(folder / "train" / "tokens-00001.bin", 2 * BLOCK_BYTES + 5)
     tokens = TokenDataset.open(folder)
     whole, second = TokenDataset.open(made / "walk"), 4 * PER_BLOCK + 7  # where the second file begins
@@ -96,7 +97,7 @@ def test_sums_do_not_depend_on_the_pieces_in_which_a_file_is_written(sizes):
         sums.update(content[at : at + size])
         at += size
     blocks = range(0, len(content), BLOCK_BYTES)
-    assert sums.finish() == [block_checksums.xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES]) for i in blocks]
+    assert sums.finish() == [token_shard.xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES]) for i in blocks]
 
 
 def test_a_folder_of_an_earlier_version_is_read_and_a_line_says_what_is_not_checked(made, tmp_path, capsys):
@@ -121,3 +122,76 @@ def test_a_folder_of_an_earlier_version_is_read_and_a_line_says_what_is_not_chec
     with pytest.raises(UserError, match=r"counts\.bin is damaged"):
         read_all(folder)
     assert main(["prepare", "--data.dir", str(tmp_path / "none"), "--verify"]) == 2
+
+
+class Told:
+    """In the place of a map: which of its bytes the kernel was told of."""
+
+    def __init__(self, num_bytes, fails=False):
+        self._num_bytes, self._fails, self.bytes, self.begins = num_bytes, fails, set(), []
+
+    def madvise(self, option, start, length):
+        assert option == mmap.MADV_WILLNEED
+        assert start % mmap.PAGESIZE == 0
+        assert start + length <= self._num_bytes
+        self.begins.append(start)
+        self.bytes |= set(range(start, start + length))
+        if self._fails:
+            raise OSError("no advice is taken")
+
+
+@pytest.fixture
+def mapped(tmp_path):
+    """A file of 5 pages and a bit, mapped behind a header of a page and 7 tokens; token i is i."""
+    header, num_tokens = mmap.PAGESIZE + 14, 2 * mmap.PAGESIZE
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(header) + np.arange(num_tokens, dtype=np.uint16).tobytes())
+    return np.memmap(path, np.uint16, "r", header, (num_tokens,))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_pages_that_a_window_lies_in_are_told_of_and_no_others(mapped, fails):
+    for array, first in ((mapped, 0), (mapped[100:], 100)):
+        shard = TokenShard(array)
+        for start, length in ((0, 1), (2000, 100), (2041, 1), (mapped.size - first - 3, 50)):
+            shard._pages = told = Told(len(mapped._mmap), fails)
+            shard.read_ahead(start, length)
+            begin = 14 + 2 * (first + start)  # numpy's map begins with a page, here the header's second
+            end = min(begin + 2 * length, 14 + mapped.nbytes)
+            assert set(range(begin, end)) <= told.bytes
+            assert len(told.begins) == 1
+            assert min(told.bytes) > begin - mmap.PAGESIZE
+
+
+def test_a_batch_asks_for_its_windows_in_their_own_files(mapped):
+    dataset = TokenDataset([np.arange(10, dtype=np.uint16), mapped, mapped], 2**16)
+    tolds = [Told(len(mapped._mmap)) for _ in range(2)]
+    for shard, told in zip(dataset._shards[1:], tolds, strict=True):
+        shard._pages = told
+    dataset.gather([0, 3], 5)  # which lie in memory
+    assert not tolds[0].begins + tolds[1].begins
+    dataset.gather([10 + 5000, 10 + mapped.size + 20], 4)
+    assert [told.begins for told in tolds] == [[(14 + 10000) // mmap.PAGESIZE * mmap.PAGESIZE], [0]]
+    dataset.gather([10 + mapped.size - 1], 100)  # continues in the next file, of which nothing is told
+    assert [len(told.begins) for told in tolds] == [2, 1]
+    assert dataset.gather([10 + mapped.size - 1], 2).tolist() == [[mapped[-1], mapped[0]]]
+
+
+def test_blocks_that_will_be_checked_are_told_of_whole_and_only_once(mapped):
+    size, place, content = 2 * mmap.PAGESIZE, mmap.PAGESIZE + 10, mapped.tobytes()
+    hashes = [token_shard.xxhash.xxh3_64_intdigest(content[at : at + size]) for at in range(0, len(content), size)]
+    shard = TokenShard(mapped, np.array(hashes, token_shard.SUM), size)
+    for told_bytes in (14 + size, 14 + 20 + 8):  # from the page in which the block begins, then from the row's
+        shard._pages = told = Told(len(mapped._mmap))
+        shard.read_ahead(place, 4)
+        assert len(told.bytes) == told_bytes
+        assert shard.read(place, 4).tolist() == mapped[place : place + 4].tolist()
+
+
+def test_advice_is_taken_where_there_is_any_and_left_out_where_not(mapped, monkeypatch):
+    TokenShard(mapped).read_ahead(0, mapped.size)
+    assert TokenShard(mapped)._pages is mapped._mmap
+    TokenShard(np.arange(3)).read_ahead(0, 3)
+    monkeypatch.setattr(token_shard, "_WILL_NEED", None)
+    TokenShard(mapped).read_ahead(0, mapped.size)
+    assert TokenShard(mapped)._pages is None
