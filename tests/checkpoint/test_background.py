@@ -156,7 +156,7 @@ def test_the_copys_memory_is_used_again(tmp_path, evenly_sharded, some_tensors):
     places = []
     for step in (1, 2, 3):
         saver.start(tmp_path / f"step-{step}", evenly_sharded(LocalCommunicator(), some_tensors), step=step)
-        places.append([block.data_ptr() for block in saver._host._blocks])
+        places.append(saver._host._block.data_ptr())
         saver.wait()
     saver.close()
     assert places == places[:1] * 3

@@ -1,8 +1,4 @@
-"""Copies of state in host memory: the memory for them, and asynchronous copies from GPUs while training continues.
-
-torch rounds page-locked memory up to a power of two: one block of 10.5 GB would take 16 GB. So we allocate blocks whose
-sizes are powers of two, and pack tensors into them, the largest first.
-"""
+"""Copies of state in host memory: the memory for them, and asynchronous copies from GPUs while training continues."""
 
 from __future__ import annotations
 
@@ -13,62 +9,39 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark
-
-ALIGNMENT_BYTES = 64
-BLOCK_BYTES = 1 << 30  # of page-locked memory; a larger tensor gets a block of its own, rounded up
+from zeroshard.host.errors import UserError
+from zeroshard.host.slab import Slab, room
 
 
 class HostMemory:
     """Host memory for copies of tensors, reused by later saves. Unless it is page-locked, unused pages cost nothing."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self._block = torch.empty(0, dtype=torch.uint8)
 
     def places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return a contiguous destination for each of ``tensors``; page-locked memory if any of them is on a GPU."""
-        pinned = any(tensor.is_cuda for tensor in tensors)
-        sizes = [tensor.nbytes for tensor in tensors]
-        blocks, places = packed(sizes, BLOCK_BYTES if pinned else None)
-        have = [block.numel() for block in self._blocks]
-        if len(have) < len(blocks) or any(size > there for there, size in zip(have, blocks, strict=False)):
-            self._blocks = []  # free the old ones first
-            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in blocks]
+        """Return a contiguous destination for each of ``tensors``; page-locked memory if any of them is on a GPU.
+
+        Raises:
+            UserError: they are on a GPU, and the host has not the memory, or CUDA does not lock it.
+        """
+        *starts, num_bytes = itertools.accumulate((room(tensor.nbytes) for tensor in tensors), initial=0)
+        if self._block.numel() < num_bytes:
+            self._block = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+            self._block = torch.empty(num_bytes, dtype=torch.uint8) if gpu is None else _locked(num_bytes, gpu)
         return [
-            self._blocks[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for (block, start), tensor in zip(places, tensors, strict=True)
+            self._block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
         ]
 
 
-def packed(sizes: Sequence[int], block_bytes: int | None) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the blocks' sizes in bytes, and for each of ``sizes`` its ``(block, start)``, where ``start`` is aligned.
-
-    Args:
-        sizes: sizes of the tensors, in bytes.
-        block_bytes: size of a full block, a power of two. Blocks are powers of two, and larger than this only if one
-            tensor is. Each size goes to the first block that has room, the largest size first. None: one block, of any
-            size.
-    """
-    room = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
-    if block_bytes is None:
-        ends = list(itertools.accumulate(room, initial=0))
-        return [ends[-1]], [(0, start) for start in ends[:-1]]
-    used: list[int] = []
-    limits: list[int] = []
-    places = [(0, 0)] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -room[index]):
-        size = room[index]
-        block = next((b for b, limit in enumerate(limits) if used[b] + size <= limit), len(limits))
-        if block == len(limits):
-            limits.append(max(block_bytes, power_of_two(size)))
-            used.append(0)
-        places[index] = (block, used[block])
-        used[block] += size
-    return [power_of_two(size) for size in used], places
-
-
-def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is not below ``size``; 0 for 0."""
-    return 1 << (size - 1).bit_length() if size else 0
+def _locked(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        return Slab(num_bytes, device=device, pinned=True).take(num_bytes, torch.uint8)
+    except UserError as error:
+        todo = "save while training waits, without a copy: --no-checkpoint-async, or BackgroundSaver(background=False)"
+        raise UserError("checkpoint_async", f"a copy of the state: {error.what}", todo) from None
 
 
 class HostCopies:

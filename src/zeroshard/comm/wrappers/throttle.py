@@ -22,10 +22,10 @@ the bandwidth terms of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorit
 
 [Note: What shares a link]
     Operations of one communicator run one after another, as on a ring's thread and on a NCCL stream. Operations of its
-    parts share the rank's links with them, through one token bucket for each level (inside a node, between nodes). A
-    node has one link to the others. If several ranks of a node are in rings of their own that leave the node (replicas
-    that shard inside their nodes), the rings share that link equally. In an all-to-all each of a node's k ranks sends a
-    part to each of the W - k ranks outside: k (W - k) / W N bytes leave the node.
+    parts share the rank's link between nodes with them, through one token bucket. A node has one link to the others. If
+    several ranks of a node are in rings of their own that leave the node (replicas that shard inside their nodes), the
+    rings share that link equally. In an all-to-all each of a node's k ranks sends a part to each of the W - k ranks
+    outside: k (W - k) / W N bytes leave the node.
 """
 
 from __future__ import annotations
@@ -107,18 +107,8 @@ class _Bucket:
         return max(start_s, self._spent_until)
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The links of one kind that a ring uses: inside a node, or between nodes."""
-
-    link: Link  # their bandwidth and latency
-    bucket: _Bucket  # the token bucket of this rank's link
-    num_rings: int  # how many rings share a link
-    exchanged: float  # bytes that an all-to-all sends over a link, as a multiple of one rank's tensor
-
-
 class ThrottledCommunicator(Wrapper):
-    """``inner``, slowed down to a ring over ``link`` between nodes and ``inside`` within a node.
+    """``inner``, slowed down to a ring over ``link`` between nodes; the links within a node add no delay.
 
     Results have the bits of the inner communicator's. A world of one rank has no links.
 
@@ -127,31 +117,31 @@ class ThrottledCommunicator(Wrapper):
             must run on one host.
         link: the links between nodes; each node has one.
         node_size: how many neighbouring ranks form a node; 1: every rank is a node.
-        inside: the links between the ranks of a node; None: they add no delay.
+
+    Attributes:
+        exchanged: what all ranks of this rank's node send out of it in an all-to-all, as a multiple of one rank's
+            tensor. 0: no rank of this communicator is in another node.
 
     Raises:
         ValueError: ``node_size`` below 1.
     """
 
-    def __init__(self, inner: Communicator, link: Link, *, node_size: int = 1, inside: Link | None = None) -> None:
+    def __init__(self, inner: Communicator, link: Link, *, node_size: int = 1) -> None:
         if node_size < 1:
             raise ValueError(f"node_size must be at least 1, got {node_size}")
         super().__init__(inner)
-        self._links = {"between": link, "inside": inside or Link()}
-        self._buckets = {level: _Bucket() for level in self._links}
-        self._node_size = node_size
-        self._begin(range(inner.world_size), {"between": 1, "inside": 1})
+        self._link, self._bucket, self._node_size = link, _Bucket(), node_size
+        self._begin(range(inner.world_size), 1)
 
-    def _begin(self, names: Sequence[int], num_rings: dict[str, int]) -> None:
-        """Set up for ranks whose numbers in the unsplit world are ``names``, and ``num_rings`` on each link.
+    def _begin(self, names: Sequence[int], num_rings: int) -> None:
+        """Set up for ranks whose numbers in the unsplit world are ``names``, and ``num_rings`` on the node's link.
 
         See [Note: What shares a link].
         """
         self._names, self._num_rings = names, num_rings
-        self._levels = [
-            _Level(self._links[level], self._buckets[level], num_rings[level], self._exchanged(level))
-            for level in sorted(self._passes(names))
-        ]
+        node, size = self._node_of(names[self.rank]), len(names)
+        here = sum(self._node_of(name) == node for name in names)
+        self.exchanged = here * (size - here) / size
         self._unresolved: deque[_Delayed] = deque()
         self._resolving = threading.Lock()
         self._last_s = -math.inf  # when the last operation ends
@@ -163,26 +153,12 @@ class ThrottledCommunicator(Wrapper):
         index, _ = own_group(groups, self.rank)
         node = self._node_of(self._names[self.rank])
         through_node = [names for names in named if node in map(self._node_of, names)]
-        leaving = sum("between" in self._passes(names) for names in through_node)
-        part._begin(named[index], {**self._num_rings, "between": self._num_rings["between"] * max(leaving, 1)})
+        leaving = sum(len(set(map(self._node_of, names))) > 1 for names in through_node)
+        part._begin(named[index], self._num_rings * max(leaving, 1))
         return part
 
     def _node_of(self, name: int) -> int:
         return name // self._node_size
-
-    def _passes(self, names: Sequence[int]) -> set[str]:
-        """Return the levels (``inside``, ``between``) whose links a ring of the ranks ``names`` uses."""
-        hops = zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ()
-        return {"inside" if self._node_of(a) == self._node_of(b) else "between" for a, b in hops}
-
-    def _exchanged(self, level: str) -> float:
-        """Return what an all-to-all sends over a link of ``level``, as a multiple of one rank's tensor.
-
-        ``between``: what all ranks of this rank's node send out of it. ``inside``: what this rank sends within it.
-        """
-        node = self._node_of(self._names[self.rank])
-        here, size = sum(self._node_of(name) == node for name in self._names), len(self._names)
-        return here * (size - here) / size if level == "between" else (here - 1) / size
 
     def _around(self, op: str, unsharded: Tensor | None, issue: Callable[[], Work], detail: str = "") -> Work:
         """Issue an operation; its handle ends when the operation would have ended over the links."""
@@ -209,19 +185,14 @@ class ThrottledCommunicator(Wrapper):
 
     def _done_s(self, delayed: _Delayed) -> float:
         start_s = max(delayed.start_s(), self._last_s)
+        if not self.exchanged:  # no link leaves the node
+            return start_s
         num_bytes = bytes_per_link(delayed.op, delayed.num_bytes, self.world_size)
-        passed = [
-            level.bucket.reserve(
-                start_s,
-                (delayed.num_bytes * level.exchanged if delayed.op == "all_to_all" else num_bytes)
-                * level.num_rings
-                / level.link.bytes_per_s,
-                level.link.burst_bytes / level.link.bytes_per_s,
-            )
-            for level in self._levels
-        ]
-        latency_s = max(level.link.latency_s for level in self._levels)  # each hop waits for the slowest link
-        return max(passed) + num_hops(delayed.op, self.world_size) * latency_s
+        if delayed.op == "all_to_all":
+            num_bytes = delayed.num_bytes * self.exchanged
+        rate = self._link.bytes_per_s
+        passed_s = self._bucket.reserve(start_s, num_bytes * self._num_rings / rate, self._link.burst_bytes / rate)
+        return passed_s + num_hops(delayed.op, self.world_size) * self._link.latency_s
 
 
 class _Delayed:
