@@ -5,11 +5,9 @@ import itertools
 import pytest
 import torch
 
-from zeroshard.checkpoint import host_copies
-from zeroshard.checkpoint.host_copies import HostMemory
-from zeroshard.host import host_memory
+from zeroshard.checkpoint.host_copies import ALIGNMENT_BYTES, HostMemory
+from zeroshard.host import host_memory, slab
 from zeroshard.host.errors import UserError
-from zeroshard.host.slab import ALIGNMENT_BYTES
 
 TENSORS = [torch.zeros(size, dtype=torch.uint8) for size in (700, 0, 64, 5000, 300, 1, 65)]
 ROOM = sum(-(-tensor.nbytes // 64) * 64 for tensor in TENSORS)
@@ -25,14 +23,14 @@ def test_copies_lie_aligned_and_apart_and_later_saves_have_the_same_memory():
 
 
 def test_memory_for_a_gpu_is_locked_once_and_its_lack_is_one_line(monkeypatch):
-    made, true_slab = [], host_copies.Slab
+    made, true_slab = [], slab.Slab
 
-    def slab(num_bytes, *, device, pinned):
+    def on_cpu(num_bytes, *, device, pinned):
         made.append((num_bytes, pinned))
         return true_slab(num_bytes, device=torch.device("cpu"), pinned=pinned)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(host_copies, "Slab", slab)
+    monkeypatch.setattr(slab, "Slab", on_cpu)
     memory = HostMemory()
     memory.places(TENSORS)
     memory.places(TENSORS[2:])

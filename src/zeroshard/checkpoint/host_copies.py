@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zeroshard.comm.streams import NO_STREAMS, ByDevice, Mark
 from zeroshard.host.errors import UserError
-from zeroshard.host.slab import Slab, room
+
+ALIGNMENT_BYTES = 64
 
 
 class HostMemory:
@@ -25,7 +26,8 @@ class HostMemory:
         Raises:
             UserError: they are on a GPU, and the host has not the memory, or CUDA does not lock it.
         """
-        *starts, num_bytes = itertools.accumulate((room(tensor.nbytes) for tensor in tensors), initial=0)
+        room = (-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors)
+        *starts, num_bytes = itertools.accumulate(room, initial=0)
         if self._block.numel() < num_bytes:
             self._block = torch.empty(0, dtype=torch.uint8)  # free the old one first
             gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
@@ -37,6 +39,8 @@ class HostMemory:
 
 
 def _locked(num_bytes: int, device: torch.device) -> Tensor:
+    from zeroshard.host.slab import Slab  # state on a CPU needs none
+
     try:
         return Slab(num_bytes, device=device, pinned=True).take(num_bytes, torch.uint8)
     except UserError as error:
