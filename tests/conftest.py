@@ -27,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import bytecode
 import forked
+import zeroshard.host.launch.forked
 from made_once import folder_of_all, made_once  # noqa: F401 -- fixtures
 from ranks import gloo_ranks, pytest_addoption  # noqa: F401 -- a fixture, and the option that it brings
 from tiny_runs import data_folder, process_group, refusal, text_config, tiny_config  # noqa: F401 -- fixtures
@@ -45,11 +46,22 @@ def pytest_xdist_auto_num_workers(config):
     return 2 * num_cpus()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """For all workers, which are started after this: a server of forked programs, and the tests' bytecode."""
-    if config.getoption("numprocesses", None):
+    """For all workers, which are started after this: a server that forks them and their programs, and bytecode."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]  # what a test starts with it is no fork, and so is the worker
+        zeroshard.host.launch.forked._forked = False
+    elif config.getoption("numprocesses", None):
         forked.start_server()
+        config.option.tx = [f"popen//python={forked.PYTHON}"] * len(config.option.tx)
         bytecode.make(config, Path(__file__).parent)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Called by xdist for each worker."""
+    node.workerinput["python"] = sys.executable
 
 
 @pytest.hookimpl(wrapper=True)

@@ -34,7 +34,7 @@ import observed
 PYTHON = sys.executable
 LENGTH = struct.Struct("!I")  # before each request
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "torch.utils.flop_counter", "numpy", "pytest"]
-PRELOADED += ["hypothesis", "tokenizers", "zeroshard.host.launch.elastic", "zeroshard.train.start"]
+PRELOADED += ["tokenizers", "zeroshard.host.launch.elastic", "zeroshard.train.start"]
 PRELOADED += [
     "zeroshard.train.inference.evaluation",
     "zeroshard.train.inference.generate",
@@ -44,6 +44,7 @@ PRELOADED += ["zeroshard.integrations.hf_export", "zeroshard.integrations.hf_imp
 PRELOADED += ["zeroshard.train.state.checkpoint_command", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
 PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
 PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.cli.doctor", "zeroshard.cli"]
+PRELOADED += ["zeroshard.lab.report.png", "torch._functorch.partitioners", "networkx"]  # what collecting imports too
 
 
 def main(path: str) -> None:
