@@ -59,6 +59,7 @@ def test_one_document_is_cut_in_two_and_nothing_is_lost(one_file, tmp_path):
     assert len(val) == pytest.approx(0.1 * len(TEXT), abs=30)
 
 
+@pytest.mark.redundant
 def test_many_documents_go_whole_to_one_side_each_ending_its_line(many_files, tmp_path):
     folder = prepare(many_files, tmp_path / "data")
     train, val = (text(folder, split).splitlines() for split in ("train", "val"))

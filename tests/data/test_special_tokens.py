@@ -59,6 +59,7 @@ def alone(path):
     return shutil.copy(path, path.parent / "alone")
 
 
+@pytest.mark.redundant(but=["jsonl-1"])
 @pytest.mark.parametrize(("kind", "workers"), [("jsonl", 1), ("txt", 2)])
 def test_documents_end_with_it_in_every_process(folder, tmp_path, kind, workers):
     texts = [f"text {number}" for number in range(90)]
@@ -89,6 +90,7 @@ def run_on(folder, tmp_path, *words, generation=(258, 256)):
     return main(["train", *sizes, "--warmup-steps", "0", "--device", "cpu", "--out", str(tmp_path / "run"), *words])
 
 
+@pytest.mark.redundant(but=["True"])
 @pytest.mark.parametrize("imported", [False, True])
 def test_template_and_ends_survive_training_and_export(folder, tmp_path, imported):
     transformers = pytest.importorskip("transformers")

@@ -158,6 +158,18 @@ def _with_soak(cells, quick):
     return [pytest.param(*cell, marks=[] if cell in quick else [pytest.mark.soak]) for cell in cells]
 
 
+@pytest.mark.redundant(
+    but=[
+        "on_time-1-gpt2-tied-adamw-sharded sums",
+        "on_time-1-llama-untied-sgd-momentum-bf16 sums",
+        "on_time-2-gpt2-tied-adamw-plain",
+        "on_time-2-gpt2-tied-adamw-bf16 sums",
+        "on_time-2-gpt2-tied-sgd-momentum-sharded sums",
+        "on_time-2-llama-untied-adamw-local sums",
+        "on_time-2-llama-untied-sgd-momentum-bf16",
+        "on_time-4-llama-untied-adamw-a shard each",
+    ]
+)
 @pytest.mark.parametrize(NAMES, _with_soak(SMALL, ON_THREADS))
 def test_thread_ranks_equal_one_process_and_stages_each_other(world_size, model_name, optimizer, dial):
     """`check` asserts it."""
@@ -172,6 +184,9 @@ BETWEEN_PROCESSES = [
 ]
 
 
+@pytest.mark.redundant(
+    but=["gloo-2-gpt2-tied-adamw-plain", "gloo-4-llama-untied-adamw-pairs", "shm-2-llama-untied-adamw-plain"]
+)
 @pytest.mark.parametrize(("transport", *NAMES), _with_soak(BETWEEN_PROCESSES, IN_PROCESSES))
 def test_processes_equal_one_process_and_stages_each_other(
     transport, world_size, model_name, optimizer, dial, gloo_ranks

@@ -126,7 +126,8 @@ def marked(text: str, marks: Mapping[str, str]) -> str:
         lines.insert(first - 1, " " * node.col_offset + marks[name])
     new = "\n".join(lines) + "\n"
     if marks and not re.search(r"^import pytest$", new, re.MULTILINE):
-        place = next(node.lineno for node in ast.parse(new).body if isinstance(node, (ast.Import, ast.ImportFrom)))
+        imports = [node for node in ast.parse(new).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        place = next(node.lineno for node in imports if getattr(node, "module", None) != "__future__")
         lines = new.splitlines()
         new = "\n".join([*lines[: place - 1], "import pytest", *lines[place - 1 :]]) + "\n"
     return new

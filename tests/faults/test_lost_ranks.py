@@ -99,6 +99,7 @@ def _endings(processes, culprit):
     return endings
 
 
+@pytest.mark.redundant(but=["shm-0"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("comm", "culprit"), [("torch", 1), ("ring", 2), ("shm", 0)])
 def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit):
@@ -111,6 +112,7 @@ def test_a_rank_that_dies_is_named_by_the_others_which_end(ranks, comm, culprit)
         assert re.fullmatch(rf"error: rank \d: rank [0{culprit}]\b[^\n]* is gone\b[^\n]+\n", err), endings
 
 
+@pytest.mark.redundant(but=["1-backward-ddp"])
 @pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -85,6 +85,7 @@ def _leftovers(folder):
     return [entry.name for entry in Path(folder).glob("checkpoints/.*")]
 
 
+@pytest.mark.redundant(but=["1-False"])
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])

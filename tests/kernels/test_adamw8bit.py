@@ -79,6 +79,14 @@ def test_the_loop_has_the_bits_of_the_reference_on_any_number_of_threads(compile
         assert_equal_bits(updated("auto", *case), wanted)
 
 
+@pytest.mark.redundant(
+    but=[
+        "dtype0-grad_dtype0-False-16",
+        "dtype9-grad_dtype9-False-16",
+        "dtype14-grad_dtype14-True-4096",
+        "dtype18-grad_dtype18-False-16",
+    ]
+)
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype", "corrected", "block"),
     [
@@ -253,6 +261,7 @@ def num_compiled(compiled, monkeypatch, tmp_path):
     cpu_loops.loop.cache_clear()
 
 
+@pytest.mark.redundant(but=["one bit", "others may write to it", "a link", "a pipe"])
 @pytest.mark.parametrize("how", UNTRUSTED)
 def test_a_library_that_is_not_to_be_trusted_is_made_anew(how, num_compiled, tmp_path):
     assert (num_compiled(), num_compiled()) == (1, 1)

@@ -72,6 +72,7 @@ def _counted(stage, wire, kwargs, monkeypatch):
     return found
 
 
+@pytest.mark.redundant(but=["replicas"])
 @pytest.mark.parametrize(
     ("stage", "kwargs"),
     [

@@ -5,7 +5,7 @@ from zeroshard.lab.planner.inverse import fewest
 from zeroshard.lab.planner.planner import planner_for
 
 
-@pytest.mark.redundant(but=["adamw8bit-fp32-4", "flash-adamw-fp32-2"])
+@pytest.mark.redundant(but=["flash-adamw-fp32-2"])
 @pytest.mark.parametrize(
     ("optimizer", "state_format", "mebibytes"),
     [

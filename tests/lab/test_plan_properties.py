@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from soak import examples
@@ -51,6 +52,7 @@ def _padding_bytes(planner, shards):
     return padded + 8 * max(slot.numel for layout in layouts for slot in layout.slots)
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(5, 300), deadline=None, derandomize=True)
 @given(SETTINGS, st.sampled_from(sorted(STAGES)), WORLDS, st.sampled_from([2, 3, 16]), st.integers(1, 3))
 def test_more_gpus_never_need_more_memory_of_one_but_for_padding(chosen, stage, world_size, times, num_micro):
@@ -67,6 +69,7 @@ def test_a_higher_stage_never_holds_more_state(chosen, world_size, num_micro):
     assert all(more >= less for more, less in pairwise(held)), held
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(5, 300), deadline=None, derandomize=True)
 @given(SETTINGS, st.sampled_from(sorted(STAGES)), WORLDS, st.integers(1, 4), st.integers(1, 4))
 def test_a_larger_micro_batch_never_needs_less_memory(chosen, stage, world_size, micro_batch, more):
@@ -76,6 +79,7 @@ def test_a_larger_micro_batch_never_needs_less_memory(chosen, stage, world_size,
     assert small.needed_bytes <= large.needed_bytes
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(5, 300), deadline=None, derandomize=True)
 @given(SETTINGS, st.sampled_from(sorted(STAGES)), WORLDS, st.floats(1.01, 100), st.sampled_from(["within", "between"]))
 def test_more_bandwidth_is_never_slower(chosen, stage, world_size, times, level):
@@ -86,6 +90,7 @@ def test_more_bandwidth_is_never_slower(chosen, stage, world_size, times, level)
     assert fast_s <= slow_s * (1 + 1e-9)
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(4, 300), deadline=None, derandomize=True)
 @given(SETTINGS, st.sampled_from(sorted(STAGES)), st.sampled_from([8, 16, 64]), st.sampled_from([2, 16, 1024]))
 def test_more_nodes_send_for_longer_and_save_no_more_than_their_optimizer_s_part(chosen, stage, world_size, times):

@@ -32,6 +32,7 @@ def _plan(memory_bytes=10**9, **changes):
     return plan("gpt2-demo", **given)
 
 
+@pytest.mark.redundant
 def test_micro_batches_grow_until_they_do_not_fit():
     found = _plan(memory_bytes=60 * 2**20)
     for stage in range(4):
@@ -221,6 +222,7 @@ def test_in_many_nodes_sharding_within_one_is_shown_too():
     assert all(any(m.world_size == 8 and m.op == "all_reduce" for m in row.step.messages()) for row in hybrid)
 
 
+@pytest.mark.redundant
 def test_a_hundred_thousand_gpus_are_told_to_shard_less():
     """The time limit of a test sees work that grows with the number of ranks: it takes a second or two."""
     found = plan("llama-7b", world_size=100_000, network="400Gbit/s", micro_batch=4)

@@ -112,6 +112,7 @@ def test_the_last_product_of_a_block_is_an_odd_one_in_a_llama_and_an_even_one_in
     assert set(kept.values()) == {0, one}
 
 
+@pytest.mark.redundant
 def test_a_plan_for_a_gpu_has_it_and_one_for_a_cpu_has_not():
     planner = planner_for("gpt2-demo", overrides=DEMO, gpu="a100-80gb", impl="compile")
     row = planner.row(0, 2)

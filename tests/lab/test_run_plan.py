@@ -70,6 +70,7 @@ def test_a_job_has_a_peak_above_what_it_holds_and_a_time_where_the_device_is_kno
     assert predict(_job(calibration=str(path))).step_s > 0
 
 
+@pytest.mark.redundant
 def test_the_peak_of_a_compiled_run_is_that_of_its_graphs_on_a_gpu_alone():
     """One graph hands over all gradients at its end, so a tiny model's peak grows; nothing is resident in addition."""
     eager, *compiled = (

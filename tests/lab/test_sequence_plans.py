@@ -41,6 +41,7 @@ def test_a_block_exchanges_twice_in_forward_and_in_backward_and_again_where_it_i
     assert sorted(found) == sorted([(inward, 4)] * times + [(outward, 4)] * times)
 
 
+@pytest.mark.redundant
 def test_a_rank_keeps_a_part_of_the_activations():
     config = replace(CONFIG, seq_len=4096, n_kv_head=4)
     kept = []
@@ -92,6 +93,7 @@ def test_the_command_of_a_plan_shares_sequences_too():
     assert "sequences of 64, each shared by 2 GPUs" in text
 
 
+@pytest.mark.redundant
 def test_a_dry_run_sends_what_is_planned():
     given = {"model": {**TINY, "activation_checkpointing": "full"}, "gpus": 4, "sequence_parallel": 2, "seq_len": 64}
     given |= {"stage": "3", "micro_batch": 2, "dtype": "float32"}

@@ -135,6 +135,7 @@ def test_a_case_that_fails_stops_no_other_and_runs_again_when_asked(tmp_path, st
     assert "error: seed: 666" in log
 
 
+@pytest.mark.redundant
 def test_a_sweep_killed_at_random_moments_loses_nothing_and_runs_nothing_twice(tmp_path, stand_in):
     config = sweep(tmp_path, repeats=2, axes={"seed": [1, 2, 3, 4]})
     (tmp_path / "config.json").write_text(config.model_dump_json())

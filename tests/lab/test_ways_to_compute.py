@@ -43,6 +43,7 @@ def _flops(row, *, attention=False):
     return sum(work.flops for work in _works(row) if work.attention == attention)
 
 
+@pytest.mark.redundant
 def test_autocast_keeps_fp32_and_computes_in_16_bits():
     found = _plan(autocast=True)
     held = sum(found.rows[0].step.before_update.values())
@@ -69,6 +70,7 @@ def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
     assert all(held[name] == num_bytes for name, num_bytes in planned.items())
 
 
+@pytest.mark.redundant
 def test_compiled_code_is_fused_under_autocast_and_beyond_our_kernels():
     plain, compiled = _row(autocast=True), _row(autocast=True, impl="compile")
     assert sum(a.num_bytes for a in _works(compiled)) < 0.8 * sum(a.num_bytes for a in _works(plain))
@@ -141,6 +143,7 @@ def test_whole_tensors_on_many_gpus_are_said_to_be_padding():
     assert not notes(_plan(optimizer="adamw", world_size=64))
 
 
+@pytest.mark.redundant
 def test_gpt2_compiled_whole_is_planned_as_an_h100_took_it():
     """A plain loop under autocast, planned from the rates of the data sheet."""
     results = Path(__file__).parents[2] / "benchmarks" / "gpu" / "results" / "h100-2026-11-28.jsonl"

@@ -80,6 +80,7 @@ def test_initial_values_follow_seed_and_name(config, build):
     assert not torch.equal(values[0], values[2])
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.soak), "llama-tied"])
 def test_the_compiled_model_is_one_graph_with_the_same_result(name, build, batch):
     model = build(CONFIGS[name])

@@ -149,7 +149,7 @@ each_model = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.redundant(but=["mixtral-stacked"])
+@pytest.mark.redundant
 @each_model
 def test_ranks_whose_tokens_go_to_disjoint_experts(kind, form):
     allowed = lambda rank, step: (range(2 * rank, 2 * rank + 2), 1)  # noqa: E731
@@ -159,7 +159,7 @@ def test_ranks_whose_tokens_go_to_disjoint_experts(kind, form):
     assert not set.union(*hits[1]) & set.union(*hits[2])
 
 
-@pytest.mark.redundant(but=["qwen3_moe-modules"])
+@pytest.mark.redundant
 @each_model
 def test_experts_that_get_no_token(kind, form):
     """In the second step the last ranks' tokens go to no expert but one; others get none on any rank, in any step."""
@@ -168,14 +168,14 @@ def test_experts_that_get_no_token(kind, form):
     assert hits[1][2:4] == [{0}, {0}]  # two blocks
 
 
-@pytest.mark.redundant(but=["qwen3_moe-modules"])
+@pytest.mark.redundant
 @each_model
 def test_a_top_k_that_changes_between_steps(kind, form):
     hits = hits_of_equal_stages(kind, form, lambda rank, step: (range(rank, rank + 5), 1 + (step + rank) % 4), None)
     assert len(hits[0][6]) >= 4 > len(hits[1][6]) - 4  # in the fourth step of rank 0 each token goes to four
 
 
-@pytest.mark.redundant(but=["qwen3_moe-modules-False"])
+@pytest.mark.redundant
 @pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_model

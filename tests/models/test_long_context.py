@@ -234,6 +234,7 @@ def test_one_recomputation_of_a_block_runs_no_tile():
     torch.testing.assert_close(x.grad, 2 * x.sin() * x.cos())
 
 
+@pytest.mark.redundant
 def test_tiles_repeat_one_matrix_product_that_recomputation_does_not(build, batch):
     # Recomputation ends before the last product of a block, whose output backward does not need.
     flops = []
@@ -290,6 +291,7 @@ def test_tiles_are_refused_with_compile_and_without_a_known_layer():
         assert tile_mlps(nn.ModuleList([type("OtherMLP", (nn.Linear,), {})(2, 2)]), "2") == ["0"]
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # torch's compiler looks at the block's input
 def test_compiled_blocks_keep_their_inputs_on_the_host_too(build, batch, backend):
@@ -302,6 +304,7 @@ def test_compiled_blocks_keep_their_inputs_on_the_host_too(build, batch, backend
     assert slot_bytes() == room(INPUT_BYTES)
 
 
+@pytest.mark.redundant
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")
 def test_a_model_that_is_compiled_around_its_blocks_keeps_their_inputs_on_the_host(build, batch):
     gc.collect()

@@ -139,6 +139,7 @@ def loaded_after_an_evaluation(comm, path):
         return dict(other.state_dict()), float(other.model(_rows(0)[0]))
 
 
+@pytest.mark.redundant
 def test_fsdp2_does_not_go_on_with_weights_that_it_kept_after_an_evaluation(gloo_ranks, tmp_path):
     weights = gloo_ranks(2).run(saved, "fsdp2", tmp_path / "c")[0]
     model = _net()
@@ -195,6 +196,7 @@ def average_by_hand():
     return average.module.state_dict(), loss, float(strategy.clip_grad_norm_(1e9))
 
 
+@pytest.mark.redundant(but=["ddp-3", "zero1-torch-2"])
 @pytest.mark.parametrize(("name", "world_size"), [("ddp", 3), ("fsdp2", 3), ("zero1-torch", 2), ("zero3", 2)])
 def test_an_average_is_torchs(name, world_size, average_by_hand, gloo_ranks):
     weights, loss, norm = average_by_hand
@@ -253,6 +255,7 @@ def test_memory_is_counted_by_category(gloo_ranks):
             assert max(memory["optimizer"] for memory in by_rank) < 0.6 * 4 * (2 * trained + num_trained)
 
 
+@pytest.mark.redundant(but=["fsdp2"])
 @pytest.mark.parametrize("name", ["zero1-torch", "fsdp2"])
 def test_without_a_process_group_they_are_refused(name):
     for comm in (None, LocalCommunicator(), NullCommunicator(2)):

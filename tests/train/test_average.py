@@ -28,7 +28,7 @@ def trained(comm, config, until=None):
     return run.strategy.state_dict(), average
 
 
-@pytest.mark.redundant(but=["ddp"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[] if name in ("zero3", "ddp") else pytest.mark.soak) for name in STRATEGIES]
 )

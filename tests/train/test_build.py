@@ -132,6 +132,7 @@ def test_the_log_names_who_serves_each_operation(tiny_config):
     assert start["kernels"] == {"LayerNorm": "reference", "LinearCrossEntropy": "reference", "AdamW": "torch"}
 
 
+@pytest.mark.redundant
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.soak)])

@@ -34,6 +34,7 @@ def streamed(tiny_config, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.redundant
 def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(streamed, tmp_path):
     constant = {"lr": 1e-3, "min_lr": 1e-3, "warmup_steps": 0}  # a schedule would follow max_steps
     changes = {"global_batch_size": 4, "max_steps": 7, "eval_interval": 0, **constant}
@@ -49,6 +50,7 @@ def test_a_streamed_run_that_goes_on_has_the_losses_of_one_that_never_stopped(st
     assert rest == {step: pytest.approx(whole[step], rel=1e-5) for step in rest}  # sums over ranks: another order
 
 
+@pytest.mark.redundant
 def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch):
     """What lies before it is not encoded again; another batch takes the next rows, and the run says so."""
     config = streamed(max_steps=12, eval_interval=0)

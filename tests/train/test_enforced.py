@@ -93,6 +93,7 @@ def _moving(**other):
     return planner
 
 
+@pytest.mark.redundant(but=["local steps in int8"])
 @pytest.mark.parametrize(
     ("num_ranks", "given", "other"), [pytest.param(*each[:3], id=name, marks=each[3:]) for name, each in CASES.items()]
 )
@@ -122,7 +123,7 @@ IN_8_BITS = {
 KEPT_IN = (("unsharded", "bf16"), ("off the device", "int8"), ("reduced in bfloat16", "bf16"))
 
 
-@pytest.mark.redundant(but=["off the device, int8"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("num_ranks", "given", "state_format"),
     [pytest.param(*IN_8_BITS[name], form, id=f"{name}, {form}") for name, form in KEPT_IN],
@@ -180,9 +181,7 @@ QUICK = {
 }
 
 
-@pytest.mark.redundant(
-    but=["adamw8bit, alone", "adamw8bit, replicas, an average of the weights", "adamw8bit, reproducible"]
-)
+@pytest.mark.redundant(but=["adamw8bit, alone"])
 @pytest.mark.parametrize(
     ("optimizer", "num_ranks", "given"),
     [

@@ -90,6 +90,7 @@ def taking(device, reads, host, monkeypatch):  # noqa: F811
     return make
 
 
+@pytest.mark.redundant(but=["3-llama-bfloat16-reference-1"])
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # of which none is used here
 @pytest.mark.parametrize(
     ("stage", "name", "dtype", "kernels", "num_micro"),

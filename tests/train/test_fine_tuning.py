@@ -54,6 +54,7 @@ def test_a_loss_is_the_mean_over_what_counts_of_the_whole_batch_however_it_is_sp
             assert found[key] == pytest.approx(values, rel=2e-5), (spread, key)
 
 
+@pytest.mark.redundant
 def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alike(chat_config, tmp_path):
     """One process with the whole batch, two ranks at stage 3, and a run that stopped on the way."""
 

@@ -119,6 +119,7 @@ def save_gpt2(folder):
     return folder
 
 
+@pytest.mark.redundant(but=["gpt2-targets1"])
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -156,6 +157,7 @@ def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tm
     assert (written["base_model_name_or_path"], written["r"]) == (str(folder), RANK)
 
 
+@pytest.mark.redundant(but=["gpt2-demo"])
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
     config = config_of({"name": name, **OURS[name]}, lora={"targets": ["all-linear"]})
@@ -205,7 +207,7 @@ def test_a_run_of_adapters_evaluates_writes_and_is_begun_from(text_model, tiny_c
     assert local_score(EvalConfig(run=str(tmp_path / "second-1"))).loss < loss + 1
 
 
-@pytest.mark.redundant(but=["2-targets0"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("stage", "targets"),
     [

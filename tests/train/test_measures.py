@@ -7,6 +7,7 @@ from tiny_runs import events_of, summary_of, train_on
 from zeroshard.comm import LocalCommunicator, run_threads
 
 
+@pytest.mark.redundant
 def test_every_run_tells_the_seconds_of_a_steps_parts(tiny_config):
     config = tiny_config(grad_accum_steps=2)
     run_threads(lambda comm: train_on(comm, config), 2)
@@ -17,6 +18,7 @@ def test_every_run_tells_the_seconds_of_a_steps_parts(tiny_config):
         assert 0 < sum(step["spans_s"].values()) <= step["step_s"]
 
 
+@pytest.mark.redundant(but=["ddp"])
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
 def test_the_peak_is_found_in_the_second_step(tiny_config, strategy):
     config = tiny_config(strategy=strategy, profile={"memory": True})
@@ -37,6 +39,7 @@ def test_a_recorded_step_has_the_same_bits(tiny_config):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.redundant(but=["9-4"])
 @pytest.mark.parametrize(("trace_steps", "max_steps"), [(2, 6), (9, 4)])
 def test_a_trace_is_a_file_of_each_rank_with_its_units(tiny_config, trace_steps, max_steps):
     config = tiny_config(strategy="zero3", profile={"trace_steps": trace_steps}, max_steps=max_steps)

@@ -69,6 +69,7 @@ WAYS = {
 ONLY_SOAK = {"zero1, disk", "zero3, all on disk, bfloat16", "zero3, bfloat16"}
 
 
+@pytest.mark.redundant(but=["zero3, reproducible"])
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.soak] * (way in ONLY_SOAK)) for way in WAYS])
 def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, way):
     strategy, offload, given = WAYS[way]
@@ -87,6 +88,7 @@ def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, wa
         assert all(torch.equal(state[name], there[name]) for name in state)
 
 
+@pytest.mark.redundant(but=["disk-all-0"])
 @pytest.mark.pairwise("state")
 @pytest.mark.parametrize("lora", [2, 0])
 @pytest.mark.parametrize("state", ["all", "disk-all"])
@@ -103,7 +105,7 @@ def test_one_rank_streams_its_weights_keeps_to_its_plan_and_is_resumed(tiny_conf
     assert all(torch.equal(plain[name], found[name]) for name in plain)
 
 
-@pytest.mark.redundant(but=["none-disk"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(("first", "then"), [("optimizer", "none"), ("disk", "none"), ("none", "disk")])
 def test_what_is_resumed_with_state_elsewhere_has_the_same_bits(tiny_config, first, then):
     given = {"eval_interval": 0, "max_steps": 4}

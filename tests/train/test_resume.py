@@ -186,6 +186,7 @@ def test_a_finished_run_that_is_resumed_keeps_its_result(tiny_config, capfd):
     assert "resume: step 6 of 6 is done, and nothing is left to do; give a larger --max-steps" in capfd.readouterr().err
 
 
+@pytest.mark.redundant
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(tiny_config, capfd):
     config = tiny_config(max_steps=8, checkpoint_interval=2, keep_checkpoints=0)
     assert run_training(config) == 0

@@ -80,7 +80,7 @@ def _checkpoints(config, world_size):
     return {folder.name: checkpoint.open_manifest(folder) for folder in folders}
 
 
-@pytest.mark.redundant(but=["zero3-2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [("zero0", 2), ("zero3", 2), ("zero1-torch", 1)]

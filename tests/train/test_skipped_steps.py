@@ -69,7 +69,7 @@ def steps_with_bad_numbers(comm, config, why):
     return records, states, dict(run.strategy.state_dict())
 
 
-@pytest.mark.redundant(but=["not finite-fsdp2", "overflow-zero1-torch"])
+@pytest.mark.redundant(but=["overflow-zero1-torch"])
 @pytest.mark.pairwise("strategy")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("why", BAD)

@@ -149,6 +149,7 @@ def test_what_is_loaded_later_is_nan_until_then_and_nothing_is_sent(stage):
     assert run_threads(rank_main, 2) == [(0, True)] * 2
 
 
+@pytest.mark.redundant
 def test_eval_and_generate_draw_nothing_and_hold_one_model(text_config, drawn):
     config = text_config(max_steps=2, ema_decay=0.9)
     run_training(config)

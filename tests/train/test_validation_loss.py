@@ -66,6 +66,7 @@ def test_rows_in_micro_batches_are_counted_once_and_stay(tmp_path):
     assert TrainConfig(eval_batches=20, eval_rows=0, micro_batch_size=2).eval_rows == 40
 
 
+@pytest.mark.redundant
 def test_the_validation_loss_is_the_same_with_any_micro_batch(tiny_config, tmp_path):
     losses = []
     for size in (1, 2, 4):

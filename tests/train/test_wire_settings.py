@@ -25,6 +25,7 @@ def _small_parameters_travel_so_too(monkeypatch):
     monkeypatch.setattr("zeroshard.zero.precision.EXACT_NUMEL", 64)
 
 
+@pytest.mark.redundant
 def test_a_run_that_is_resumed_at_another_stage_has_the_same_bits(tiny_config):
     config = tiny_config(strategy="zero2", wire=INT8, eval_interval=0)
     parts = config.model_copy(update={"out": f"{config.out}-parts"})

@@ -17,6 +17,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.redundant(but=["1-0-None-None-fp32", "1-2-2-None-bf16"])
 @pytest.mark.pairwise("stage", "num_micro")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def _uses_of_weights(comm):
             zero.state_dict()
 
 
+@pytest.mark.redundant
 def test_few_attributes_of_weights_change_after_construction(monkeypatch):
     made, changed = [], {}
     construct = FlatParams.__init__

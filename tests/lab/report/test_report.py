@@ -114,6 +114,7 @@ def test_curves_of_the_same_bits_are_one(figures):
     assert figure.curves
 
 
+@pytest.mark.redundant
 def test_runs_of_one_strategy_have_colours_and_names_of_their_own(tmp_path):
     for place, rate in enumerate((0.1, 0.2, 0.3, 0.4)):
         write_run(tmp_path / f"run{place}", lr=rate)
@@ -180,6 +181,7 @@ def test_a_damaged_sweep_is_listed(tmp_path, damage):
     assert "Folders that are not whole" in render(material, figures, missing, [])
 
 
+@pytest.mark.redundant
 def test_what_is_not_drawn_is_said(tmp_path):
     write_run(tmp_path / "run")
     assert main(["report", str(tmp_path / "run")]) == 0

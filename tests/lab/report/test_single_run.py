@@ -62,6 +62,7 @@ def test_two_runs_are_still_compared(tmp_path):
     assert "lr" not in names
 
 
+@pytest.mark.redundant
 def test_stage_zero_holds_what_a_run_at_stage_zero_does(text_config, tmp_path):
     held = {}
     for name in ("zero0", "zero1", "zero2", "zero3"):

@@ -147,6 +147,7 @@ def test_every_optimizer_of_torch_is_known():
     assert shipped - {Optimizer} == OF_TORCH.keys()
 
 
+@pytest.mark.redundant(but=["Adafactor-settings11", "LBFGS-settings12", "Muon-settings13", "SparseAdam-settings14"])
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
@@ -468,6 +469,7 @@ class EndsLater(CountsInItsGroup):
 SEEN = [CountsInItsGroup, CountsInItsState, CountsInANumberOfItsState, CountsInAnAttribute, CountsInADict]
 
 
+@pytest.mark.redundant(but=["CountsInANumberOfItsState"])
 @pytest.mark.parametrize("cls", SEEN)
 def test_what_a_class_begins_later_is_seen(cls):
     assert classify(cls).reach is Reach.PER_TENSOR
@@ -570,6 +572,7 @@ def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
     assert classify(AboveTen, {}, {"lr": 11.0}).reach is Reach.PER_TENSOR
 
 
+@pytest.mark.redundant(but=["dtype0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
     assert classify(RoundsAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM

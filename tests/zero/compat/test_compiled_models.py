@@ -116,6 +116,7 @@ def same(found, expected):
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
+@pytest.mark.redundant(but=["3-forwards-before Zero-"])
 @pytest.mark.pairwise("compiles", "before")
 @pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
 @pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
@@ -164,6 +165,7 @@ def test_on_one_rank_a_compiled_model_is_one_graph_of_current_weights(stage, com
     assert graphs == [1, 1, 1, 1, 2]  # the second without gradients
 
 
+@pytest.mark.redundant(but=["3-in_place"])
 @pytest.mark.pairwise("compiles")
 @pytest.mark.parametrize("compiles", [model, in_place])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -182,6 +184,7 @@ def test_parts_of_units_that_a_compiled_model_calls_have_their_weights():
     assert graphs[1:4] == graphs[1:2] * 3
 
 
+@pytest.mark.redundant
 def test_a_compiled_step_is_right_and_leaves_hooks_alone():
     """Backward's hooks and the optimizer's run where dynamo is listening."""
     found = []

@@ -122,7 +122,7 @@ def _ranks(num_ranks, stage, **settings):
     return run_threads(partial(_train, stage=stage, **settings), num_ranks)
 
 
-@pytest.mark.redundant(but=["bf16-1", "fp32-3"])
+@pytest.mark.redundant(but=["bf16-1"])
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("precision", [None, Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 def test_every_stage_trains_with_the_same_bits(precision, num_micro):
@@ -156,6 +156,7 @@ def _assert_computed(found, expected):
         torch.testing.assert_close(states[name], flat, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_compute_what_one_process_does(num_ranks):
     _assert_computed(_ranks(num_ranks, 3)[0], _alone(num_ranks))
@@ -181,6 +182,7 @@ def calls_again(net, rank, step):
     loss.backward()
 
 
+@pytest.mark.redundant(but=["skips"])
 @pytest.mark.parametrize("take_turn", [skips, calls_again])
 def test_a_rank_may_skip_a_unit_or_call_it_again(take_turn):
     def go(comm, stage):

@@ -89,6 +89,17 @@ WORK = {
 }
 
 
+@pytest.mark.redundant(
+    but=[
+        "a shared block-0",
+        "a deleted block-3",
+        "fewer blocks-0",
+        "no layer-3",
+        "a new frozen layer-0",
+        "a parametrization-1",
+        "a frozen head-2",
+    ]
+)
 @pytest.mark.filterwarnings("ignore:model. weights are read outside")  # register_parametrization tries it
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize("stage", STAGES)

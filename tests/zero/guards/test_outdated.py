@@ -62,7 +62,7 @@ READS = {
 }
 
 
-@pytest.mark.redundant(but=["2-bf16", "0-fp32", "1-fp32"])
+@pytest.mark.redundant(but=["0-fp32", "1-fp32"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", WHOLE)
 def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precision):

@@ -47,6 +47,7 @@ def test_a_replica_that_skips_a_step_goes_on_with_the_others():
     assert all(theirs == issued and same_bits(global_weights, other) for theirs, other in others)
 
 
+@pytest.mark.redundant
 def test_another_stage_between_outer_steps_keeps_global_weights():
     def rank_main(comm):
         found = []

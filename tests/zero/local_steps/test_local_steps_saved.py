@@ -24,7 +24,7 @@ def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
     return run_threads(rank_main, world_size)
 
 
-@pytest.mark.redundant(but=["quantised-2-3", "diloco-3-3", "fragments-3-3"])
+@pytest.mark.redundant(but=["diloco-3-3", "fragments-3-3"])
 @pytest.mark.parametrize("now", [3, pytest.param(0, marks=SOAK), pytest.param(2, marks=SOAK)])
 @pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
 @ALL_KINDS

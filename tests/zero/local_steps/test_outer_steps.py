@@ -63,7 +63,7 @@ def test_it_is_the_algorithm_of_the_paper(settings):
     assert all(outer_step.difference_norm > 0 for outer_step in outer_steps)
 
 
-@pytest.mark.redundant(but=["2-fragments-late"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("delivery", ["late", pytest.param("on_time", marks=SOAK)])
 @ALL_KINDS
 @pytest.mark.parametrize("shard_size", [pytest.param(1, marks=SOAK), 2])
@@ -87,6 +87,7 @@ def test_stages_in_a_replica_have_the_same_bits_and_replicas_the_same_global_wei
             assert settings is not DILOCO or same_bits(global_weights, local)  # the ninth step was an outer step
 
 
+@pytest.mark.redundant
 def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
     precision = MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -106,6 +107,7 @@ def test_weights_of_another_dtype_follow_their_masters_through_an_outer_step():
     assert all(same_bits(first, other) for other in others)
 
 
+@pytest.mark.redundant
 def test_only_differences_cross_replicas_once_in_so_many_steps():
     def rank_main(comm):
         observed = ObservedCommunicator(comm)
@@ -124,6 +126,7 @@ def test_only_differences_cross_replicas_once_in_so_many_steps():
     assert all(run_threads(rank_main, 6))
 
 
+@pytest.mark.redundant
 def test_sixty_four_local_steps_send_a_sixtieth_across_replicas_with_all_control_messages():
     def rank_main(comm):
         crossed = []

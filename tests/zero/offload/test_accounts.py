@@ -6,6 +6,7 @@ import gc
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ class Late(Executor):
             job.end(self._run(job, run))
 
 
+@pytest.mark.redundant
 def test_bytes_are_counted_while_updates_are_under_way_except_those_that_make_states(monkeypatch):
     monkeypatch.setattr(placement, "Executor", Late)
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])

@@ -49,6 +49,7 @@ def _step(model, optim):
     optim.zero_grad()
 
 
+@pytest.mark.redundant(but=["at the start-fp32", "at the start-int8"])
 @pytest.mark.pairwise("state_format")
 @pytest.mark.parametrize("state_format", NUMEL)
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "between steps"])
@@ -81,6 +82,7 @@ def test_a_load_has_the_states_of_one_unit_in_memory(state_format, again, tmp_pa
             assert all(torch.equal(value, loaded["state"][number][kind]) for kind, value in state.items())
 
 
+@pytest.mark.redundant
 def test_two_optimizers_of_one_unit_load_each_its_own(tmp_path):
     def made(comm, offload):
         net = Net(3)

@@ -357,6 +357,7 @@ def test_what_an_engine_can_do_it_does_with_state_away(what, stage, executor, pl
         assert same(mine, theirs)
 
 
+@pytest.mark.redundant
 def test_what_was_saved_is_loaded_with_and_without_offloading(tmp_path):
     import zeroshard
 

@@ -179,7 +179,7 @@ class _Most(TorchDispatchMode):
         return result
 
 
-@pytest.mark.redundant(but=["bf16-True-1", "fp32-False-1", "fp32-True-2"])
+@pytest.mark.redundant(but=["fp32-False-1"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -233,7 +233,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
-@pytest.mark.redundant(but=["host-bf16-adapters", "disk-fp32-adapters", "host-fp32-all are trained"])
+@pytest.mark.redundant(but=["host-bf16-adapters"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -313,6 +313,7 @@ def test_layers_that_are_called_past_their_unit_have_their_weights():
     assert same(*ends)
 
 
+@pytest.mark.redundant
 def test_a_transformers_model_generates():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=16)

@@ -127,6 +127,9 @@ class Needy(torch.optim.SGD):
         super().__init__(params, lr=0.1 * needed)
 
 
+@pytest.mark.redundant(
+    but=["other parameters beside", "two engines", "no layout", "whole tensors", "how it is built is unknown"]
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_over_is_refused_by_name_and_takes_nothing(name):
     make, message = REFUSED[name]

@@ -90,6 +90,9 @@ def test_a_unit_may_return_a_view_of_its_input_that_is_changed_in_place():
     assert_every_stage_equals_one_process(lambda: Net(block=Half, path=path))
 
 
+@pytest.mark.redundant(
+    but=["tuple", "namedtuple", "dataclass", "dataclass in a dataclass", "object in a list in an object"]
+)
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_units_and_models_may_return_any_structure(name):
     wrap, unwrap = WRAPPINGS[name]

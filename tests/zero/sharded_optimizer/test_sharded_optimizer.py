@@ -303,6 +303,7 @@ def test_gradients_are_needed_on_the_owner_alone():
     assert run_threads(go, 2) == [[0.75, 0.25, -0.25, 1.0]] * 2
 
 
+@pytest.mark.redundant
 def test_parameters_of_every_kind():
     """Strided, scalar, empty, complex, half precision, integers that nobody trains: packed and alone."""
 

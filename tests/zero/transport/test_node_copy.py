@@ -39,7 +39,7 @@ def _train(comm, num_micro=1, precision=None, *, evaluates=False, writes=False, 
     return losses, zero.state_dict()
 
 
-@pytest.mark.redundant(but=["bf16-world2-accumulation2-3-alone", "int8-world0-accumulation0-1-writes"])
+@pytest.mark.redundant(but=["bf16-world2-accumulation2-3-alone"])
 @pytest.mark.parametrize(
     ("wire", "world", "accumulation", "prefetch", "around"),
     [

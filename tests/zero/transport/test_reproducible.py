@@ -156,6 +156,7 @@ def one_rank():
     return train(1, 0)
 
 
+@pytest.mark.redundant(but=["1-2-contiguous-nothing", "2-0-contiguous-no_sync", "2-1-shuffled-micro_batch"])
 @pytest.mark.parametrize(
     ("world_size", "stage", "dealt", "told"),
     [
