@@ -43,7 +43,6 @@ def _peak(num_micro, **zero_kwargs):
     return recorder.peak, model_bytes, block_bytes
 
 
-@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_stage_three_peaks_four_units_above_its_shards(num_micro):
     peak, model_bytes, block_bytes = _peak(num_micro)

@@ -248,18 +248,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _chosen(family):
-    """Each value of each axis once or more, beside others by chance, the same ones each time."""
+def _chosen(family, seen):
+    """Two of a family, and those that bring a value which no other family had: ``seen``. The same ones each time."""
     axes, draw = FAMILIES[family], random.Random(family)
     most = max(map(len, axes.values()))
     columns = [draw.sample((values * most)[:most], most) for values in axes.values()]
-    return list(zip(*columns, strict=True))
+    for place, row in enumerate(zip(*columns, strict=True)):
+        new = {*zip(axes, row, strict=True)} - seen
+        if new or place < 2:
+            seen |= new
+            yield row
 
 
 def _settings():
-    """Every combination with ``--soak``; else as many of each family as its longest axis has values."""
+    """Every combination with ``--soak``; else few of each family, in which each value of a setting occurs somewhere."""
+    seen = set()
     for family, axes in FAMILIES.items():
-        for values in product(*axes.values()) if soaking() else _chosen(family):
+        for values in product(*axes.values()) if soaking() else _chosen(family, seen):
             settings = dict(zip(axes, values, strict=True))
             varied = [str(value) for name, value in settings.items() if len(axes[name]) > 1]
             yield pytest.param(family, settings, id=f"{family}-{'-'.join(varied)}")

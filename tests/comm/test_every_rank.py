@@ -58,7 +58,6 @@ CALLS = {
 }
 
 
-@pytest.mark.redundant(but=["1", "2", "3"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_call_of_an_engine_is_noted_first(comm, stage, tmp_path):
     net = Net()

@@ -105,7 +105,7 @@ def test_ranks_that_do_alike_finish_and_exit_as_before():
     assert (codes, [text.strip() for text in printed]) == ([0, 0], ["finished"] * 2)
 
 
-@pytest.mark.redundant(but=["evaluates less-RingCommunicator"])
+@pytest.mark.redundant(but=["evaluates less-RingCommunicator", "saves on rank 0-None"])
 @pytest.mark.parametrize(
     ("fault", "name"),
     [

@@ -261,7 +261,6 @@ def num_compiled(compiled, monkeypatch, tmp_path):
     cpu_loops.loop.cache_clear()
 
 
-@pytest.mark.redundant(but=["one bit", "others may write to it", "a link", "a pipe"])
 @pytest.mark.parametrize("how", UNTRUSTED)
 def test_a_library_that_is_not_to_be_trusted_is_made_anew(how, num_compiled, tmp_path):
     assert (num_compiled(), num_compiled()) == (1, 1)

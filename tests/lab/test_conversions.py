@@ -72,7 +72,6 @@ def _counted(stage, wire, kwargs, monkeypatch):
     return found
 
 
-@pytest.mark.redundant(but=["replicas"])
 @pytest.mark.parametrize(
     ("stage", "kwargs"),
     [

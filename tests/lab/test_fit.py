@@ -59,7 +59,7 @@ def needed():
     return [each.row(3, 1).needed_bytes for each in pulled]
 
 
-@pytest.mark.redundant(but=["2"])
+@pytest.mark.redundant(but=["2", "3"])
 @pytest.mark.parametrize("place", range(5))
 def test_the_first_levers_that_are_enough_are_pulled_and_no_others(place):
     by_place = needed()

@@ -156,7 +156,7 @@ def test_by_blocks_loss_and_gradients_are_those_of_the_mask(as_on_a_gpu, monkeyp
     assert any(not torch.equal(*each) for each in zip(wanted, by_blocks, strict=True))  # they are other kernels
 
 
-@pytest.mark.redundant(but=["selective-None-cuda"])
+@pytest.mark.redundant(but=["selective-None-cuda", "full-dtype2-eager"])
 @pytest.mark.parametrize(
     ("how", "dtype", "device_type"),
     [("none", torch.bfloat16, "cuda"), ("selective", None, "cuda"), ("full", torch.bfloat16, "eager")],

@@ -121,16 +121,6 @@ def assert_equal_to_one_process(build, way, size, stage, world=None, **changes):
             torch.testing.assert_close(theirs[name], grad, rtol=2e-5, atol=2e-6, msg=name)
 
 
-@pytest.mark.redundant(
-    but=[
-        "gpt2-over 2-1-plain",
-        "gpt2-all over 2-3-separated",
-        "gpt2-tiles 1-1-packed",
-        "gpt2-tiles 7-3-lora",
-        "llama-over 4-3-packed",
-        "llama-tiles 2-3-plain",
-    ]
-)
 @pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])

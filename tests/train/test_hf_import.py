@@ -194,7 +194,6 @@ def test_tokens_of_a_larger_vocabulary_than_the_models_are_refused(hf, tmp_path,
     assert "model.vocab_size: 270 is below the 275 ids" in refusal(*words, *other)
 
 
-@pytest.mark.redundant(but=["lost", "cut"])
 @pytest.mark.parametrize("fault", ["lost", "no meta", "cut"])
 def test_a_lost_or_damaged_tokenizer_of_a_run_is_named_and_training_on_mends_it(
     fault, exported, tmp_path, refusal, capsys

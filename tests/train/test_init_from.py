@@ -124,7 +124,6 @@ def test_a_checkpoint_is_begun_with_as_its_run_is(second, first):
     _assert_same(weights, same)
 
 
-@pytest.mark.redundant(but=["zero3"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_an_exported_folder_is_begun_with_as_its_run_is(second, first, tmp_path, strategy):
     """GPT-2's matrices lie transposed there; model and tokenizer are the folder's."""

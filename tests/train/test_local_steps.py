@@ -30,7 +30,6 @@ def _trained(comm, config, until=None, planned=False):
     return status, global_weights, run.strategy.state_dict(), run.contract
 
 
-@pytest.mark.redundant(but=["zero0-2-given1"])
 @pytest.mark.parametrize(
     ("strategy", "shard_size", "given"),
     [

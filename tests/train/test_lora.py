@@ -119,7 +119,6 @@ def save_gpt2(folder):
     return folder
 
 
-@pytest.mark.redundant(but=["gpt2-targets1"])
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -157,7 +156,6 @@ def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tm
     assert (written["base_model_name_or_path"], written["r"]) == (str(folder), RANK)
 
 
-@pytest.mark.redundant(but=["gpt2-demo"])
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
     config = config_of({"name": name, **OURS[name]}, lora={"targets": ["all-linear"]})

@@ -20,7 +20,6 @@ def test_compute_and_reduction_have_a_dtype_each():
     assert MixedPrecision(torch.bfloat16, torch.float32).gradient_dtype(torch.complex64) == torch.complex64
 
 
-@pytest.mark.redundant(but=["1-None", "1-reduce_dtype1"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):

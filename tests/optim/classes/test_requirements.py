@@ -572,7 +572,6 @@ def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
     assert classify(AboveTen, {}, {"lr": 11.0}).reach is Reach.PER_TENSOR
 
 
-@pytest.mark.redundant(but=["dtype0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
     assert classify(RoundsAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM

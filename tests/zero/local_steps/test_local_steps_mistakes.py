@@ -27,7 +27,6 @@ def test_a_replica_whose_first_step_is_skipped_sends_as_much_as_the_others():
     assert sent[0] == sent[1] != []
 
 
-@pytest.mark.redundant(but=["0"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_what_is_written_after_an_outer_step_is_saved_beside_the_global_weights(stage, tmp_path):
     def rank_main(comm):

@@ -233,7 +233,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
-@pytest.mark.redundant(but=["host-bf16-adapters"])
+@pytest.mark.redundant(but=["host-bf16-adapters", "disk-fp32-adapters", "host-fp32-all are trained"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
