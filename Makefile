@@ -35,8 +35,9 @@ demo: $(CORE)  ## Train a small GPT with ZeRO stage 2 on two ranks, let it write
 test: $(STAMP)  ## Run the tests.
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
+# PART: a word, for a small part of what `make test` leaves out; another word chooses another part.
 soak: $(STAMP)  ## Run all of the tests: every combination where `make test` takes every pair, more fuzzing, more kills.
-	$(BIN)/python -m pytest --soak --kills 100 -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest $(if $(PART),--part $(PART),--soak --kills 100) -n auto --maxprocesses 4 --dist worksteal
 
 gpu: $(STAMP)  ## Measure what only a GPU can say, in a quarter of an hour (ARGS="--seconds 200 --only norms").
 	$(BIN)/python benchmarks/gpu/quarter.py $(ARGS)

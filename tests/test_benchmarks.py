@@ -44,6 +44,7 @@ def test_collectives_are_timed_with_each_communicator(tmp_path):
         assert (row["busbw_bytes_per_s"] or 0.0) == row["algbw_bytes_per_s"] * factor > -1.0
 
 
+@pytest.mark.slow
 @pytest.mark.soak  # half an hour with all of them
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_footprint_measures_what_a_rank_holds(tmp_path):
     assert all(row["rss"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.soak  # a minute and more of the processor
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_sixty_four_ranks_of_one_host_take_a_quarter_of_a_gigabyte_each(tmp_path):

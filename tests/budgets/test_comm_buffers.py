@@ -36,7 +36,6 @@ def _kept(_, stage, width, shard_size):
     return found
 
 
-@pytest.mark.redundant(but=["2-2-3-256"])
 @pytest.mark.parametrize(
     ("world_size", "shard_size", "stage", "width"), [(2, 2, 0, 16), (2, 2, 3, 256), (4, 2, 2, 256), (4, 1, 1, 256)]
 )

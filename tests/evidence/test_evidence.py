@@ -1,7 +1,10 @@
 """Lines, costs and seen mistakes of a small room, and the choice that they lead to."""
 
 import ast
+import re
 import sys
+
+import pytest
 
 import forked
 from evidence import choice, mistakes
@@ -111,20 +114,54 @@ def test_a_room_is_recorded_tried_and_chosen_from(tmp_path):
     assert "cover: 1 tests" in evidence("choose", folder)  # what it alone runs, and what the others see
 
 
-def test_what_is_redundant_is_left_out_counted_and_never_lost_by_a_new_name(tmp_path):
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n  redundant\n  soak\n  slow\n")
-    test = "import pytest\npytestmark = pytest.mark.parametrize('x', [1, 2, 3])\n"
-    test += "@pytest.mark.redundant(but=['1'])\ndef test_some(x): ...\n@pytest.mark.redundant\ndef test_all(x): ...\n"
+LEFT_OUT = """
+import pytest
+pytestmark = pytest.mark.parametrize("x", [1, 2, 3])
+@pytest.mark.redundant(but=["1"])
+def test_some(x): ...
+@pytest.mark.redundant
+def test_all(x): ...
+"""
 
-    def told(*words):
+
+@pytest.fixture
+def told(tmp_path):
+    """What pytest prints of a folder, given some words."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers =\n  redundant\n  soak\n  slow\n")
+
+    def run(*words):
         code = f"import sys; sys.path[:0] = {PATHS}; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, "-p", "soak", *words]
         return forked.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
 
+    return run
+
+
+def test_a_part_is_of_what_is_left_out_is_named_and_another_word_has_another(tmp_path, told):
+    test = f"{LEFT_OUT}def test_not(x): ...\n@pytest.mark.soak\n@pytest.mark.slow\ndef test_long(x): ...\n"
+    for number in range(60):
+        (tmp_path / f"test_room{number}.py").write_text(test)
+
+    def part(word):
+        printed = told("--part", word)
+        named = re.findall(r"^  test_room(\d+)\.py::(\w+)\[(\d)\]$", printed, re.MULTILINE)
+        assert f"{len(named)} tests are the part {word} of `make soak`:" in printed
+        return named
+
+    first = part("a")
+    left_out = {("test_some", 2), ("test_some", 3), ("test_all", 1), ("test_all", 2), ("test_all", 3)}
+    assert {(test, int(number)) for _, test, number in first} <= left_out
+    assert len(first) == 4 * len({file for file, *_ in first}) > 0
+    assert part("a") == first
+    assert {file for file, *_ in part("b")} != {file for file, *_ in first}
+
+
+def test_what_is_redundant_is_left_out_counted_and_never_lost_by_a_new_name(tmp_path, told):
+    test = LEFT_OUT
     (tmp_path / "test_room.py").write_text(test)
     assert "1 tests passed, in 0:0" in (quick := told())
     assert "`make soak` would add 5, and longer runs of some; it has not run here." in quick
     assert "6 tests passed" in told("--soak")
     assert "the last one here ran 6 in 0:0" in told()
-    (tmp_path / "test_room.py").write_text(test.replace("['1']", "['7']"))
+    (tmp_path / "test_room.py").write_text(test.replace('["1"]', '["7"]'))
     assert "redundant(but=...) names no combination of its parameters: ['7']" in told()

@@ -27,6 +27,7 @@ def _namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.soak  # forty seconds of the processor
 @pytest.mark.skipif(not _has_namespaces(), reason="needs root and iproute2, to make network namespaces")
 def test_two_hosts_lose_each_other_and_find_each_other_again(alone_with_networks):

@@ -79,14 +79,6 @@ def test_the_loop_has_the_bits_of_the_reference_on_any_number_of_threads(compile
         assert_equal_bits(updated("auto", *case), wanted)
 
 
-@pytest.mark.redundant(
-    but=[
-        "dtype0-grad_dtype0-False-16",
-        "dtype9-grad_dtype9-False-16",
-        "dtype14-grad_dtype14-True-4096",
-        "dtype18-grad_dtype18-False-16",
-    ]
-)
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype", "corrected", "block"),
     [

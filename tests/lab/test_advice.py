@@ -91,6 +91,7 @@ def test_what_is_listed_is_what_a_search_over_all_sets_of_levers_finds(num_gpus,
     held_against_the_search(small(num_gpus, share))
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("question", REAL)

@@ -131,9 +131,6 @@ def test_our_models_have_the_loss_and_gradients_of_one_process(kind, lever, stag
     assert_equal_to_one_process(BUILDERS[kind], way, size, stage, **changes)
 
 
-@pytest.mark.redundant(
-    but=["llama-over 2-1-plain", "llama eager-over 4-3-packed", "mistral-all over 2-3-plain", "phi3-over 2-1-packed"]
-)
 @pytest.mark.pairwise("kind")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [1, 3])

@@ -5,12 +5,17 @@ combination with ``--soak``; as ``pairwise("stage", "place")`` pairs of these al
 that is marked `soak` runs with ``--soak`` only, and so does one that `tests/evidence` has marked `redundant`, as others
 run its lines and see the mistakes that it sees; ``redundant(but=[ID, ...])`` leaves these combinations of its
 parameters. Hypothesis draws fewer examples without it, and the same ones each time.
+
+``--part WORD`` runs a small part of what only ``--soak`` runs, and nothing else: of one file in 16 two combinations of
+each test that is not `slow`, all chosen by the word. A commit's hash is one, so that each commit runs other ones.
 """
 
 import random
 import time
+import zlib
 from collections.abc import Generator
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +24,10 @@ from hypothesis import settings
 from pairwise import cover
 
 QUICK_EXAMPLES, SOAK_EXAMPLES = 25, 100
+NUM_PARTS, MOST_OF_A_TEST = 16, 2
 
 _soaking = False
+_narrowed: set[str] = set()  # tests of which only some combinations are in the part
 _left_out = 0  # tests of this process that only --soak runs
 _began = time.monotonic()
 _LEFT_OUT = "tests_left_out"  # as a worker tells it, and as the last whole run is remembered
@@ -39,17 +46,25 @@ def examples(quick: int, soak: int) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="all combinations, and tests that are marked soak")
+    parser.addoption("--part", metavar="WORD", help="of what only --soak runs a small part, which the word chooses")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in a random order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before a test module is imported: it may ask for `examples`."""
     global _soaking
-    _soaking = config.getoption("soak")
+    config.option.soak = _soaking = config.getoption("soak") or bool(config.getoption("part"))
     # No deadline: machines that run tests are shared.
     settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES, derandomize=True)
     settings.register_profile("soak", deadline=None, max_examples=SOAK_EXAMPLES)
     settings.load_profile("soak" if _soaking else "quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of a part other files are not read."""
+    part, name = config.getoption("part"), collection_path.name
+    is_test = name.startswith("test_") and name.endswith(".py")
+    return True if part and is_test and zlib.crc32(f"{part} {name}".encode()) % NUM_PARTS else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -61,15 +76,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, list[Non
     global _left_out
     found = yield
     named = any(f"::{metafunc.function.__name__}[" in word for word in metafunc.config.args)
-    if not (metafunc.config.getoption("soak") or named):
-        marks, before = metafunc.definition, len(metafunc._calls)
-        redundant = marks.get_closest_marker("redundant")
-        if redundant is not None and redundant.kwargs:
-            metafunc._calls = those_but(metafunc._calls, redundant.kwargs["but"], marks.nodeid)
-        else:
-            metafunc._calls = thinned(metafunc._calls, marks.get_closest_marker("pairwise"))
+    part = metafunc.config.getoption("part")
+    if part:
+        quick = [] if _only_with_soak(metafunc.definition) else _quick(metafunc)
+        more = [call for call in metafunc._calls if call not in quick]
+        if metafunc._calls and more:
+            _narrowed.add(metafunc.definition.nodeid)
+            drawn = random.Random(f"{part} {metafunc.definition.nodeid}")
+            metafunc._calls = drawn.sample(more, min(MOST_OF_A_TEST, len(more)))
+    elif not (metafunc.config.getoption("soak") or named):
+        before = len(metafunc._calls)
+        metafunc._calls = _quick(metafunc)
         _left_out += before - len(metafunc._calls)
     return found
+
+
+def _quick(metafunc: pytest.Metafunc) -> list[Any]:
+    """The combinations that `make test` runs."""
+    marks, redundant = metafunc.definition, metafunc.definition.get_closest_marker("redundant")
+    if redundant is not None and redundant.kwargs:
+        return those_but(metafunc._calls, redundant.kwargs["but"], marks.nodeid)
+    return thinned(metafunc._calls, marks.get_closest_marker("pairwise"))
 
 
 def thinned(calls: list[Any], pairs: pytest.Mark | None) -> list[Any]:
@@ -95,8 +122,9 @@ def those_but(calls: list[Any], ids: list[str], test: str) -> list[Any]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     global _left_out
-    if not config.getoption("soak"):
-        left_out = [item for item in items if _only_with_soak(item)]
+    part = config.getoption("part")
+    if part or not config.getoption("soak"):
+        left_out = [item for item in items if (_is_of_part if part else _only_with_soak)(item) != bool(part)]
         gone = set(left_out)
         _left_out += len(left_out)
         items[:] = [item for item in items if item not in gone]
@@ -108,7 +136,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def _only_with_soak(item: pytest.Item) -> bool:
+def _is_of_part(item: pytest.Item) -> bool:
+    left_out = _only_with_soak(item) or item.nodeid.partition("[")[0] in _narrowed
+    return left_out and item.get_closest_marker("slow") is None  # some of these take many minutes
+
+
+def _only_with_soak(item: pytest.Item) -> bool:  # or the definition of several
     redundant = item.get_closest_marker("redundant")
     return item.get_closest_marker("soak") is not None or (redundant is not None and not redundant.kwargs)
 
@@ -127,7 +160,14 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say how long the tests took, and what ``make soak`` would add."""
+    """Say how long the tests took, and what ``make soak`` would add; or which part of it this was."""
+    if config.getoption("part"):
+        ended = [each for kind in ("passed", "failed") for each in terminalreporter.stats.get(kind, ())]
+        ran = sorted({report.nodeid for report in ended})
+        terminalreporter.write_line(f"{len(ran)} tests are the part {config.getoption('part')} of `make soak`:")
+        for test in ran:
+            terminalreporter.write_line(f"  {test}")
+        return
     if config.args != config.getini("testpaths") or config.getoption("collectonly"):
         return  # some tests alone
     seconds = time.monotonic() - _began

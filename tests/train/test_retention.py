@@ -152,7 +152,6 @@ def test_a_replica_that_is_ruined_between_outer_steps_pushes_no_good_checkpoint_
     assert _steps(Path(made.out) / "checkpoints") == [3, 4, 5, 6, 7]  # 4 has the ruined replica
 
 
-@pytest.mark.redundant
 def test_a_damaged_newer_checkpoint_takes_no_place_from_those_of_the_resumed_run(tiny_config, capsys):
     made = tiny_config(max_steps=4, eval_interval=0, checkpoint_interval=2)
     for changes in ({}, {"max_steps": 8, "resume": "auto", "checkpoint_interval": 1, "keep_checkpoints": 1}):

@@ -116,7 +116,6 @@ def same(found, expected):
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
-@pytest.mark.redundant(but=["3-forwards-before Zero-"])
 @pytest.mark.pairwise("compiles", "before")
 @pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
 @pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
