@@ -1,6 +1,5 @@
 """Pages of a token file are fetched together; no change of a prepared folder goes unnoticed."""
 
-import json
 import mmap
 import shutil
 
@@ -13,7 +12,6 @@ import chats
 from zeroshard.cli import main
 from zeroshard.data import token_shard
 from zeroshard.data.examples.row_plan import rows_of_folder
-from zeroshard.data.meta import read_meta
 from zeroshard.data.prepare import prepare
 from zeroshard.data.spec import DataSpec
 from zeroshard.data.token_shard import BLOCK_BYTES, BlockSums, TokenShard
@@ -98,30 +96,6 @@ def test_sums_do_not_depend_on_the_pieces_in_which_a_file_is_written(sizes):
         at += size
     blocks = range(0, len(content), BLOCK_BYTES)
     assert sums.finish() == [token_shard.xxhash.xxh3_64_intdigest(content[i : i + BLOCK_BYTES]) for i in blocks]
-
-
-def test_a_folder_of_an_earlier_version_is_read_and_a_line_says_what_is_not_checked(made, tmp_path, capsys):
-    folder = shutil.copytree(made / "chat", tmp_path / "old")
-    meta = json.loads((folder / "meta.json").read_text())
-    for name in ("sha256", "files", "block_bytes"):
-        del meta[name]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    for split in ("train", "val"):
-        (folder / split / "blocks.bin").unlink()
-    read_all(folder)
-    assert read_meta(folder).tokens_sha256 == read_meta(made / "chat").tokens_sha256
-    assert main(["prepare", "--data.dir", str(folder), "--verify"]) == 0
-    out, err = capsys.readouterr()
-    assert (out.count("undamaged"), err.count("was prepared by an earlier version")) == (1, 1)
-    flip(folder / "train" / "tokens-00000.bin")
-    flip(folder / "train" / "counts.bin")
-    assert main(["prepare", "--data.dir", str(folder), "--verify"]) == 3
-    assert [line.split(" is damaged")[0] for line in capsys.readouterr().out.splitlines()] == [
-        f"{folder}/train/{name}" for name in ("tokens-00000.bin", "counts.bin")
-    ]
-    with pytest.raises(UserError, match=r"counts\.bin is damaged"):
-        read_all(folder)
-    assert main(["prepare", "--data.dir", str(tmp_path / "none"), "--verify"]) == 2
 
 
 class Told:

@@ -1,12 +1,12 @@
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.data.meta import dtype_for
+from zeroshard.data.meta import _sha256_of_facts, dtype_for
 from zeroshard.data.prepare import DataSpec, prepare
 from zeroshard.data.tokens import TokenDataset, TokenWriter
 from zeroshard.host.errors import UserError
@@ -100,6 +100,7 @@ def test_a_folder_without_meta_is_not_prepared(tmp_path):
         lambda meta: json.dumps(meta | {"format_version": 99}),
         lambda meta: json.dumps(meta | {"dtype": "float8"}),
         lambda meta: json.dumps(meta | {"splits": 3}),
+        lambda meta: json.dumps(meta | {"block_bytes": 0}),
         lambda meta: json.dumps(meta | {"surplus": 1}),
         lambda meta: json.dumps({key: value for key, value in meta.items() if key != "source"}),
         *(lambda meta, name=name: json.dumps(meta).replace("val/tokens-00000.bin", name) for name in OUTSIDE),
@@ -109,6 +110,10 @@ def test_damaged_meta_is_named(folder, damage):
     path = folder / "meta.json"
     meta = json.loads(path.read_text())
     del meta["sha256"]
-    path.write_text(damage(meta))
+    damaged = damage(meta)
+    with suppress(ValueError, TypeError):
+        facts = json.loads(damaged)
+        damaged = json.dumps({**facts, "sha256": _sha256_of_facts(facts)})
+    path.write_text(damaged)
     with pytest.raises(UserError, match=r"meta.json cannot be read: .*; delete the folder and prepare it again"):
         TokenDataset.open(folder)

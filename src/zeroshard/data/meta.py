@@ -84,9 +84,8 @@ class DataMeta:
     ``spec`` contains the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is reused only
     for the same choices. ``tokenizer_sha256`` is the hash of ``tokenizer.json``, or empty if there is none. ``eos_id``
     ends each document; it is None if no id does. ``examples`` is set if the splits contain fine-tuning examples instead
-    of plain text. ``block_bytes`` is the size of a block of tokens that has a checksum; 0 if none has (folders of
-    earlier versions). ``files`` has the sha256 of each file that is no token file, by its path under the folder;
-    `write_meta` fills it in.
+    of plain text. ``block_bytes`` is the size of a block of tokens that has a checksum; 0 if there are no tokens.
+    ``files`` has the sha256 of each file that is no token file, by its path under the folder; `write_meta` fills it in.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
@@ -102,16 +101,6 @@ class DataMeta:
     examples: Mapping[str, ExamplesMeta] = field(default_factory=dict)
     block_bytes: Count = 0
     files: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def checksums(self) -> dict[str, str]:
-        """The sha256 of each file that is no token file, by its path under the folder; of earlier versions too."""
-        found = dict(self.files)
-        if self.tokenizer_sha256:
-            found[TOKENIZER_FILE] = self.tokenizer_sha256
-        for name, each in self.examples.items():
-            found |= {f"{name}/{COUNTS}": each.counts_sha256, f"{name}/{ENDS}": each.ends_sha256}
-        return found
 
     @property
     def tokens_sha256(self) -> str:
@@ -171,8 +160,7 @@ def read_meta(folder: Path) -> DataMeta:
     if version != FORMAT_VERSION:
         raise _damaged(path, f"format version {version!r} where {FORMAT_VERSION} is read")
     try:
-        own = found.pop("sha256", None)  # that earlier versions did not write
-        if own is not None and own != _sha256_of_facts(found):
+        if found.pop("sha256", None) != _sha256_of_facts(found):
             raise _damaged(path, "it does not match its own checksum")
         meta = _META.validate_python(found, strict=False)
     except RecursionError:
@@ -187,6 +175,8 @@ def read_meta(folder: Path) -> DataMeta:
         or (meta.examples and set(meta.examples) != set(SPLITS))
     ):
         raise _damaged(path, f"unexpected dtype {meta.dtype!r} or splits {sorted(meta.splits)}")
+    if not meta.block_bytes and any(split.shards for split in meta.splits.values()):
+        raise _damaged(path, "it names no blocks of tokens, and so no checksums of them")
     names = (*meta.files, *(shard.file for split in meta.splits.values() for shard in split.shards))
     if outside := [name for name in names if not _is_within(name)]:
         raise _damaged(path, f"it names {shown(outside[0])}, which is no file of the folder")

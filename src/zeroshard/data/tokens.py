@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zeroshard.data.meta import BLOCKS, DTYPES, SPLITS, DataMeta, ShardMeta, SplitMeta, read_meta, sha256_of
-from zeroshard.data.token_shard import BLOCK_BYTES, SUM, BlockSums, TokenShard, num_blocks
-from zeroshard.host.errors import UserError, warn
+from zeroshard.data.token_shard import SUM, BlockSums, TokenShard, num_blocks
+from zeroshard.host.errors import UserError
 
 DEFAULT_SHARD_TOKENS = 100_000_000
 _READ_BYTES = 1 << 20
@@ -52,16 +52,12 @@ class TokenDataset:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         folder, meta = Path(folder), read_meta(Path(folder))
         dtype, sums = DTYPES[meta.dtype], _sums_of(folder, meta, split)
-        block_bytes = meta.block_bytes or BLOCK_BYTES
-        shards, own = [], None
+        shards = []
         for shard in meta.splits[split].shards:
             path, num_bytes = folder / shard.file, shard.num_tokens * dtype.itemsize
             check_size(path, num_bytes)
-            if sums is not None:
-                own, sums = np.split(sums, [num_blocks(num_bytes, block_bytes)])
-            shards.append(
-                TokenShard(np.memmap(path, dtype=dtype, mode="r"), own, meta.block_bytes or BLOCK_BYTES, path)
-            )
+            own, sums = np.split(sums, [num_blocks(num_bytes, meta.block_bytes)])
+            shards.append(TokenShard(np.memmap(path, dtype=dtype, mode="r"), own, meta.block_bytes, path))
         return cls(shards, meta.vocab_size)
 
     @property
@@ -241,7 +237,7 @@ def verify(folder: Path | str) -> tuple[str, ...]:
     folder, meta = Path(folder), read_meta(Path(folder))
     itemsize, found = DTYPES[meta.dtype].itemsize, []
     tokens = {shard.file: shard for split in meta.splits.values() for shard in split.shards}
-    for name, wanted in {**{name: shard.sha256 for name, shard in tokens.items()}, **meta.checksums}.items():
+    for name, wanted in {**{name: shard.sha256 for name, shard in tokens.items()}, **meta.files}.items():
         try:
             if name in tokens:
                 check_size(folder / name, tokens[name].num_tokens * itemsize)
@@ -253,27 +249,20 @@ def verify(folder: Path | str) -> tuple[str, ...]:
 
 def check_texts(folder: Path, meta: DataMeta) -> None:
     """Check a prepared folder's tokenizer, chat template and other texts; a UserError names what is damaged."""
-    for name, wanted in meta.checksums.items():
+    for name, wanted in meta.files.items():
         if not name.endswith(".bin"):
             check_sha256(folder / name, wanted)
 
 
-def warn_if_unchecked(folder: Path, meta: DataMeta) -> None:
-    """Print a warning for a folder of an earlier version, whose blocks have no checksums."""
-    if not meta.block_bytes:
-        what = f"{folder} was prepared by an earlier version: its tokens are not checked while they are read"
-        warn(f"{what}; `zeroshard prepare --data.dir {folder} --verify` checks them, preparing it anew helps for good")
-
-
-def _sums_of(folder: Path, meta: DataMeta, split: str) -> NDArray | None:
-    """Return the checksums of a split's blocks, those of all its files; None if an earlier version wrote none."""
-    if not meta.block_bytes:
-        return None
+def _sums_of(folder: Path, meta: DataMeta, split: str) -> NDArray:
+    """Return the checksums of a split's blocks, those of all its files."""
     path, itemsize = folder / split / BLOCKS, DTYPES[meta.dtype].itemsize
     shards = meta.splits[split].shards
+    if not shards:
+        return np.empty(0, SUM)
     count = sum(num_blocks(shard.num_tokens * itemsize, meta.block_bytes) for shard in shards)
     check_size(path, count * SUM.itemsize)
-    check_sha256(path, meta.checksums.get(f"{split}/{BLOCKS}", ""))
+    check_sha256(path, meta.files.get(f"{split}/{BLOCKS}", ""))
     return np.fromfile(path, SUM)
 
 

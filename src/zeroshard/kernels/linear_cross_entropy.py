@@ -236,16 +236,28 @@ def _loss_and_gradients(
     return losses.sum() * scale, (d_hidden, d_weight, later)
 
 
-class _WithTriton(torch.autograd.Function):
-    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...]."""
+_in_one_node = opaque("linear_cross_entropy_by_torch", "losses", "d_hidden", "d_weight")(_by_torch)
+
+
+class _AsOneNode(torch.autograd.Function):
+    """The loss, 0-dim, of hidden [..., width], weight [vocab, width] and targets [...]; the chunks are one node of a
+    compiled graph.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        options: tuple[Any, ...],
+        chunk_rows: int,
+        triton: bool,
     ) -> Tensor:
         """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
         ctx.options, ctx.chunk_rows = options, chunk_rows
-        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _by_triton)
+        compute = _by_triton if triton else _in_one_node
+        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, compute)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -261,34 +273,17 @@ class _WithTriton(torch.autograd.Function):
         if d_weight is not None:
             scaled = torch.empty(d_weight.shape, dtype=ctx.weight_dtype, device=d_weight.device)
             d_weight = torch.mul(d_weight, d_loss, out=scaled)
-        return d_hidden, d_weight, None, None, None
-
-
-_in_one_node = opaque("linear_cross_entropy_by_torch", "losses", "d_hidden", "d_weight")(_by_torch)
-
-
-class _Compiled(_WithTriton):
-    """As `_WithTriton`, in a compiled graph where Triton is not."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
-    ) -> Tensor:
-        """As `_WithTriton.forward`."""
-        ctx.options, ctx.chunk_rows = options, chunk_rows
-        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _in_one_node)
-        ctx.save_for_backward(*gradients)
-        return loss
+        return d_hidden, d_weight, None, None, None, None
 
 
 class _WithoutTriton(torch.autograd.Function):
-    """As `_WithTriton`; see [Note: Gradients made in forward] for the difference."""
+    """As `_AsOneNode`, in eager mode; see [Note: Gradients made in forward] for the difference."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: tuple[Any, ...], chunk_rows: int
     ) -> Tensor:
-        """As `_WithTriton.forward`."""
+        """As `_AsOneNode.forward`."""
         ctx.save_for_backward(hidden, weight, targets)
         ctx.options, ctx.chunk_rows = options, chunk_rows
         loss, ctx.gradients = _loss_and_gradients(ctx, hidden, weight, targets, _by_torch)
@@ -384,8 +379,9 @@ def linear_cross_entropy(
     sizes = (targets.numel(), weight.shape[0], hidden.element_size())
     rows = chunk_rows or rows_at_once(*sizes, on_cuda=hidden.is_cuda, triton=triton)
     options = (ignore_index, float(label_smoothing), float(z_loss), reduction)
-    by = _WithTriton if triton else _Compiled if torch.compiler.is_compiling() else _WithoutTriton
-    return by.apply(hidden, weight, targets, options, rows)
+    if triton or torch.compiler.is_compiling():
+        return _AsOneNode.apply(hidden, weight, targets, options, rows, triton)
+    return _WithoutTriton.apply(hidden, weight, targets, options, rows)
 
 
 def _autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class Examples:
         self.vocab_size = self.tokens.vocab_size
         num_examples = meta.examples[split].num_examples
         for name in (ENDS, COUNTS):
-            check_sha256(folder / split / name, meta.checksums[f"{split}/{name}"])
+            check_sha256(folder / split / name, meta.files.get(f"{split}/{name}", ""))
         self.ends = _mapped(folder / split / ENDS, _END, num_examples)
         self.counts: NDArray[np.uint8] = _mapped(folder / split / COUNTS, np.dtype(np.uint8), self.tokens.num_tokens)
         if num_examples and int(self.ends[-1]) != self.tokens.num_tokens:

@@ -28,7 +28,6 @@ from zeroshard.data.examples.row_plan import rows_of_folder
 from zeroshard.data.joining import num_text_bytes
 from zeroshard.data.sources import has_columns
 from zeroshard.data.tokenizer import TOKENIZER_FILE
-from zeroshard.data.tokens import warn_if_unchecked
 from zeroshard.host.errors import ExitStatus, UserError, warn
 from zeroshard.host.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel, SequenceParallel
@@ -96,8 +95,6 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     if config.data:
         tokens_folder, split = _prepared(config, trained, comm), "train"
     meta = read_meta(tokens_folder)
-    if comm.rank == 0:
-        warn_if_unchecked(tokens_folder, meta)
     model, step, seq_len = _model(config, trained, comm, device)
     tokenizer = None if meta.tokenizer == "none" else _tokenizer(tokens_folder, comm)
     _require_same_tokenizer(folder, tokens_folder, meta.vocab_size, model)

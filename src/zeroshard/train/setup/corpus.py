@@ -24,7 +24,7 @@ from zeroshard.data.spec import data_dir
 from zeroshard.data.stream import StreamBatches, validation_tokens
 from zeroshard.data.tables import Tables
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, make_tokenizer, tokenizer_identity
-from zeroshard.data.tokens import check_texts, warn_if_unchecked
+from zeroshard.data.tokens import check_texts
 from zeroshard.host.errors import UserError, warn
 from zeroshard.host.regular_files import copy_inside, folder_inside
 from zeroshard.train.config.config import TrainConfig
@@ -51,8 +51,6 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     meta = read_meta(folder)
     agree_on(comm, data_facts(meta))
     check_texts(folder, meta)
-    if comm.rank == 0:
-        warn_if_unchecked(folder, meta)
     groups = comm.world_size // config.sequence_parallel
     batch = config.micro_batch_size * grad_accum_steps * groups  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
@@ -105,10 +103,8 @@ def _named_evals(config: TrainConfig, folder: Path, comm: Communicator) -> dict[
         where = data_dir(data_spec(data), folder.parent)
         data = data.model_copy(update={"dir": str(where)})
         first_rank_does(comm, partial(prepare_data, data))
-        own = read_meta(where)
-        if comm.rank == 0:
-            warn_if_unchecked(where, own)
-        agree_on(comm, {f"{name}: {fact}": value for fact, value in data_facts(own).items()})
+        facts = data_facts(read_meta(where))
+        agree_on(comm, {f"{name}: {fact}": value for fact, value in facts.items()})
         rows = rows_of_folder(where, "train", config.seq_len, named=name, packed=data.packing)
         found[name] = EvalBatches(rows, size, most, **_ranks(config, comm))
     return found

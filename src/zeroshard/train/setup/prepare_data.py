@@ -10,7 +10,7 @@ from zeroshard.data.meta import META_NAME, read_meta
 from zeroshard.data.prepare import Progress, prepare
 from zeroshard.data.sources import has_columns
 from zeroshard.data.spec import DataSpec, data_dir
-from zeroshard.data.tokens import verify, warn_if_unchecked
+from zeroshard.data.tokens import verify
 from zeroshard.host.columns import printable
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.train.config.data_section import DataConfig, require_data
@@ -73,7 +73,6 @@ def run_verify(data: DataConfig) -> int:
         print(printable(line))
     if meta is None or damages:
         return int(ExitStatus.CHECK_FAILED)
-    warn_if_unchecked(folder, meta)
     num_tokens = sum(split.num_tokens for split in meta.splits.values())
     print(f"{folder}: undamaged, {num_tokens:,} tokens")
     return int(ExitStatus.OK)
