@@ -65,13 +65,13 @@ def intervals(numel: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def drafted(out: Path, field: str = "out") -> Generator[Path]:
+def drafted(out: Path) -> Generator[Path]:
     """Yield a hidden folder beside ``out``, which is renamed to ``out`` if the block succeeds, and otherwise deleted.
 
     Raises:
         UserError: ``out`` is not empty, or the folder cannot be made.
     """
-    require_new(out, field)
+    require_new(out)
     draft = out.absolute().parent / f".{out.name}.tmp"
     try:
         shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
@@ -79,9 +79,8 @@ def drafted(out: Path, field: str = "out") -> Generator[Path]:
         if out.exists():
             out.rmdir()  # empty: the rename needs the name to be free
     except OSError as error:
-        raise UserError(
-            field, f"{out} cannot be written ({error.strerror})", "choose a folder that you may write"
-        ) from None
+        what = f"{out} cannot be written ({error.strerror})"
+        raise UserError("out", what, "choose a folder that you may write") from None
     try:
         yield draft
         draft.rename(out)
@@ -89,7 +88,7 @@ def drafted(out: Path, field: str = "out") -> Generator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def require_new(out: Path, field: str = "out") -> None:
+def require_new(out: Path) -> None:
     """Raise UserError if the folder that is to be written exists and is not empty, or is a file."""
     if out.name in ("", "..") or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise UserError(field, f"{out} is there already", "name a new folder")
+        raise UserError("out", f"{out} is there already", "name a new folder")

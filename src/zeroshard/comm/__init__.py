@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zeroshard.host.lazily import lazy_names
 
 if TYPE_CHECKING:
-    from zeroshard.comm.backends.local import LocalCommunicator as LocalCommunicator
+    from zeroshard.comm.backends.null import LocalCommunicator as LocalCommunicator
     from zeroshard.comm.backends.null import NullCommunicator as NullCommunicator
     from zeroshard.comm.backends.threads import ThreadCommunicator as ThreadCommunicator
     from zeroshard.comm.backends.threads import run_threads as run_threads

@@ -10,7 +10,6 @@ as encoding it; a tokenizer always sees one chunk (`documents.CHUNK_BYTES`) at a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,10 +135,8 @@ def _pieces_of(
 def train_texts(source: TextSource | Tables, holdout: Holdout) -> Iterator[str]:
     """Yield the text that a tokenizer may be trained on: no validation text."""
     if isinstance(source, Tables):
-        with closing(PartReader(source.column)) as reader:
-            for part in source.parts():
-                for text in reader.texts(part):
-                    yield from (piece for split, piece in holdout.texts(text) if split == "train")
+        for text in source.texts():
+            yield from (piece for split, piece in holdout.texts(text) if split == "train")
         return
     for document in source.documents():
         for split, side in holdout.sides(document):

@@ -17,7 +17,7 @@ import gzip
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
@@ -94,6 +94,12 @@ class Tables:
                 yield Part(index, file, num_before, begin, end, whole)
                 index += 1
             num_before += file.num_bytes
+
+    def texts(self) -> Iterator[str]:
+        """Yield all documents, in order; errors as of `parts` and of `PartReader.texts`."""
+        with closing(PartReader(self.column)) as reader:
+            for part in self.parts():
+                yield from reader.texts(part)
 
     def fingerprint(self) -> Fingerprint:
         """Return a fingerprint of the files' names, sizes and versions; documents are not counted unread."""
@@ -327,20 +333,7 @@ def count_documents(tables: Tables, at_most: int) -> int:
     Raises:
         UserError: a file or a row cannot be read.
     """
-
-    def count() -> int:
-        reader, found = PartReader(tables.column), 0
-        try:
-            for part in tables.parts():
-                for _ in islice(reader.texts(part), at_most - found):
-                    found += 1
-                if found == at_most:
-                    break
-        finally:
-            reader.close()
-        return found
-
-    return patiently(count, tables.files[0].path, "try again")
+    return patiently(lambda: sum(1 for _ in islice(tables.texts(), at_most)), tables.files[0].path, "try again")
 
 
 def open_parquet(path: str) -> pyarrow.parquet.ParquetFile:

@@ -63,3 +63,10 @@ class NullCommunicator(FlatCommunicator):
 
     def _barrier(self) -> None:
         pass  # every rank is here
+
+
+class LocalCommunicator(NullCommunicator):
+    """The communicator of a single process: every collective is the identity."""
+
+    def __init__(self) -> None:
+        super().__init__(1)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.backends.local import LocalCommunicator
+from zeroshard.comm.backends.null import LocalCommunicator
 from zeroshard.comm.base import (
     DONE,
     Communicator,
