@@ -225,7 +225,7 @@ def plan() -> dict[str, Any]:
     rows = {}
     for name, (stage, precision, spread) in PLANNED.items():
         workload = replace(whole.workload, precision=replace(whole.workload.precision, **precision))
-        planner = whole.on(workload=workload, node_copy=spread.get("node_copy", 0))
+        planner = whole.on(workload=workload, node_copy=spread.get("node_copy"))
         speeds = []
         for gbit in GBITS:
             link = replace(planner.cluster.between, bytes_per_s=gbit * 1e9 / 8)

@@ -240,7 +240,7 @@ def compared(config: PlanConfig) -> dict[str, dict[str, int]]:
             num_micro=again.num_micro,
             offload=replace(offload, path=folder) if offload is not None and offload.path else offload,
             sequence_parallel=workload.sequence_parallel,
-            reproducible=local.reproducible or None,
+            reproducible=local.asked.reproducible,
         )
     step, sent = again.step, again.step.messages()
     lines = {"peak": (step.peak.total, measured.peak_bytes)}

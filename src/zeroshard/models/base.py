@@ -27,6 +27,7 @@ from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zer
 from zeroshard.models.cache import KVCache
 from zeroshard.models.compared_rows import ComparedRows
 from zeroshard.models.config import ModelConfig
+from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.recompute import recomputed_blocks
 from zeroshard.models.sequence_parallel import SequenceParallel
 
@@ -268,12 +269,12 @@ class LanguageModel(nn.Module, ABC):
         block's last operation: backward does not need its result.
         """
         config = self.config
-        if config.activation_checkpointing == "selective":
+        if self.recomputation == "selective":
             return 0
-        if config.activation_checkpointing == "selective:2":
+        if self.recomputation == "selective:2":
             products = [layer.weight.numel() for layer in self.products_of_a_block]
             return config.n_layer * 2 * sum(products[1:-1:2])
-        num_again = len(recomputed_blocks(config.activation_checkpointing, config.n_layer))
+        num_again = len(recomputed_blocks(self.recomputation, config.n_layer))
         in_blocks = self.num_multiplied_params - config.vocab_size * config.n_embd
         return num_again * (2 * in_blocks // config.n_layer + 4 * config.n_embd * seq_len)
 
@@ -293,6 +294,31 @@ class LanguageModel(nn.Module, ABC):
             and not each.out_features % 16
             and name.rpartition(".")[2] not in ("gate", "router")
         ]
+
+    @property
+    def recomputation(self) -> str:
+        """Which activations backward recomputes: ``activation_checkpointing`` of the configuration."""
+        return self.config.activation_checkpointing
+
+    @property
+    def num_unread_per_token(self) -> int:
+        """Elements of a token's activations that selective recomputation keeps although backward does not read them.
+
+        They are the output of each block's last product. ``selective:2`` keeps it only if its number in the block is
+        odd, as in LLaMA.
+        """
+        keeps_last = len(self.products_of_a_block) % 2 == 1
+        keeps = self.recomputation == "selective" or (self.recomputation == "selective:2" and keeps_last)
+        return self.config.n_embd * self.config.n_layer if keeps else 0
+
+    def offloaded_input_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Bytes of the host in which inputs of blocks wait for backward; 0 unless the model offloads them.
+
+        ``num_tokens``: of a rank's micro-batch; ``itemsize``: of an element as it is computed.
+        """
+        if self.recomputation != "offload":
+            return 0
+        return planned_slot_bytes(len(self.blocks), num_tokens * self.config.n_embd * itemsize)
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raise UserError if ``seq_len`` is below 1 or above ``config.seq_len``."""

@@ -19,7 +19,6 @@ from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.lab.planner.ways import Ways
-from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.train.profiling.devices import DEVICES
 from zeroshard.zero import ShardingStrategy
@@ -73,7 +72,7 @@ def changes_that_fit(planner: Planner, ways: Ways, rows: Sequence[Row]) -> str:
     best = min(rows, key=lambda row: row.needed_bytes)
     gib = f"{best.needed_bytes / GIB:,.1f} GiB where {planner.device.memory_bytes / GIB:.1f} are"
     if best.headroom_bytes >= 0:
-        gib += f" and {planner.headroom:.0%} must stay free"
+        gib += f" and {planner.asked.headroom:.0%} must stay free"
     start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
     found = [*found_by_fit(planner, ways), *_bought(planner, ways)]
     if not any(change.row.fits for change in found):
@@ -85,14 +84,14 @@ def changes_that_fit(planner: Planner, ways: Ways, rows: Sequence[Row]) -> str:
 
 def found_by_fit(planner: Planner, ways: Ways) -> Iterator[Change]:
     """What ``--fit`` finds: for the job as it is, for adapters, and for the longest sequences for which it does."""
-    workload, model, num_gpus = planner.workload, planner.workload.model, planner.cluster.world_size
+    workload, model, num_gpus = planner.workload, planner.workload.described, planner.cluster.world_size
     if ways.micro_batch is not None and ways.micro_batch > 1:
         row = replace(ways, micro_batch=None).best(planner)
         yield Change("a smaller micro-batch (leave --micro-batch out)", (), num_gpus, row)
-    if planner.node_copy:
-        row = ways.best(planner.on(node_copy=0))
+    if planner.asked.node_copy:
+        row = ways.best(planner.on(node_copy=None))
         yield Change("no second copy of weights (leave --node-copy out)", (), num_gpus, row)
-    if not isinstance(model, LanguageModel):
+    if model.config is None:
         return
     if found := _by_fit(planner, ways, "the job as it is"):
         yield found
@@ -155,7 +154,7 @@ def _bought(planner: Planner, ways: Ways) -> Iterator[Change]:
         way = pulled[0].pull(planner) if pulled else planner
         more = fewest_gpus(way, ways.stages, _smallest(way))
         if more is not None:
-            row = every.best(way.on(world_size=more, global_batch=0))
+            row = every.best(way.on(world_size=more, global_batch=None))
             yield Change(f"{more:,} GPUs", tuple(lever.flag for lever in pulled), more, row)
             break
 
@@ -169,7 +168,7 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
         return world_size if world_size <= per_node else -(-world_size // per_node) * per_node
 
     def fits(world_size: int) -> bool:
-        other = planner.on(world_size=in_full_nodes(world_size), global_batch=0)
+        other = planner.on(world_size=in_full_nodes(world_size), global_batch=None)
         return any(other.fits(stage, micro_batch) for stage in reversed(stages))
 
     in_blocks = planner.workload.states[0].block > 1  # whose padding may need more memory in a larger world

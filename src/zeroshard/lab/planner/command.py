@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from zeroshard.lab.planner.plan import asked, check_node_copy, check_wire_nodes,
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, planner_for
 from zeroshard.lab.planner.price import parse_prices
+from zeroshard.lab.planner.request import Request
 from zeroshard.lab.planner.show import text
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import find_device
@@ -147,45 +149,21 @@ def chosen_row(config: PlanConfig, found: Plan) -> Row:
     return recommended(rows) or min(rows, key=lambda row: row.needed_bytes)
 
 
-_ALIKE = (
-    "sequence_parallel",
-    *(
-        "network",
-        "gpus_per_node",
-        "dtype",
-        "matmul",
-        "optimizer",
-        "state_format",
-        "prefetch",
-        "reshard_after_forward",
-        "kernels",
-    ),
-    *("document_mask", "headroom", "autocast"),
-)
-_OR_NONE = (
-    "within_node",
-    "host_memory",
-    "node_copy",
-    "reproducible",
-    "global_batch",
-    "seq_len",
-)  # here 0 or empty means None
-
-
 def arguments(config: PlanConfig) -> dict[str, Any]:
-    """The arguments (`Given`) of `plan` and `planner_for`."""
+    """The arguments of `plan` and `planner_for`: fields of `Request`, which have the same names.
+
+    Where such a field may be None, the command line has 0, an empty text or the name of what is then chosen.
+    """
+    nothing = 0, "", "auto", "master"
+    alike = [(each.name, each.default) for each in fields(Request) if hasattr(config, each.name)]
+    given = [(name, getattr(config, name), default) for name, default in alike]
     return {
-        **{name: getattr(config, name) for name in _ALIKE},
-        **{name: getattr(config, name) or None for name in _OR_NONE},
+        **{name: None if default is None and value in nothing else value for name, value, default in given},
         "model": config.model.name,
         "overrides": model_overrides(config.model, config.tiles),
         "world_size": config.gpus,
         "gpu": find_device(config.gpu),
         "wire": config.wire.as_precision(DTYPES),
-        "reduce_dtype": None if config.reduce_dtype == "master" else config.reduce_dtype,
-        "accumulate": None if config.accumulate == "auto" else config.accumulate,
-        "impl": None if config.impl == "auto" else config.impl,
-        "attention": None if config.attention == "auto" else config.attention,
         "lora": lora_of(config.lora),
         "offload": offload_of(config.offload, Path("OUT"), shards_weights=True, exact_sums=config.reproducible > 0),
     }

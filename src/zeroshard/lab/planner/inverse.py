@@ -31,7 +31,7 @@ def fewest(planner: Planner, stages: tuple[int, ...], micro_batch: int) -> Answe
         return Answer(None, "GPUs", f"No number of GPUs is enough at {at} with micro-batch {micro_batch}.")
     if found == 1:
         return Answer(found, "GPUs", f"One GPU is enough, with micro-batch {micro_batch}.")
-    there = planner.on(world_size=found, global_batch=0)
+    there = planner.on(world_size=found, global_batch=None)
     lowest = next(stage for stage in sorted(stages) if there.row(stage, micro_batch).fits)
     at = f"stage {lowest}, the lowest that fits there," if len(stages) > 1 else f"stage {lowest}"
     return Answer(found, "GPUs", f"{found:,} GPUs are the fewest, at {at} with micro-batch {micro_batch}.")

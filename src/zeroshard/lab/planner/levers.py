@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.request import uncompiled
-from zeroshard.models import LanguageModel
 from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.zero import Offload
 
@@ -44,12 +43,12 @@ class Lever(NamedTuple):
 def levers(planner: Planner) -> Iterator[Lever]:
     """Yield the levers of activations that the job has not pulled yet; none if the model is not ours."""
     workload = planner.workload
-    model = workload.model
-    if not isinstance(model, LanguageModel):
+    model = workload.described
+    if model.config is None:
         return
     if workload.kernels == "reference" and planner.device.device_type == "cuda" and workload.autocast is None:
         yield Lever("the loss in chunks", "--kernels auto", "logits", _by_kernels)
-    recomputed, tiles = model.config.activation_checkpointing, model.config.tiles
+    recomputed, tiles = model.recomputation, model.config.tiles
     if recomputed not in ("full", "offload"):
         what, pull = "activation checkpointing", partial(_with, activation_checkpointing="full")
         yield Lever(what, "--model.activation-checkpointing full", "activations of blocks", pull)
@@ -57,19 +56,19 @@ def levers(planner: Planner) -> Iterator[Lever]:
         what, pull = "inputs of blocks on the host", partial(_with, activation_checkpointing="offload")
         yield Lever(what, "--model.activation-checkpointing offload", "inputs of blocks", pull)
     uncompiled_too = planner.software.impl != "compile" or planner.software.by_default
-    if tiles == "none" and uncompiled_too and model.matmul != "fp8" and not planner.reproducible:
+    if tiles == "none" and uncompiled_too and model.matmul != "fp8" and not planner.asked.reproducible:
         what, pull = "feed-forward layers by tiles", partial(_with, tiles="auto")
         yield Lever(what, "--tiles auto", "the feed-forward layer's middle", pull)
     size = gcd(planner.cluster.world_size, model.config.n_head)
-    if size > 1 and workload.sequence_parallel == 1 and not planner.reproducible:
+    if size > 1 and workload.sequence_parallel == 1 and not planner.asked.reproducible:
         what, pull = f"sequences shared by {size} GPUs", partial(shared_by, size=size)
         yield Lever(what, f"--sequence-parallel {size}", "a GPU's tokens", pull)
 
 
 def off_the_device(planner: Planner) -> Iterator[Lever]:
     """Yield the lever of training state, if the job has not pulled it and updates hide beside the next forward."""
-    hides = planner.workload.states[0].by_unit and not planner.reproducible
-    if planner.offload is None and hides and planner.device.device_type == "cuda":
+    hides = planner.workload.states[0].by_unit and not planner.asked.reproducible
+    if planner.asked.offload is None and hides and planner.device.device_type == "cuda":
         yield Lever("state in host memory", "--offload optimizer", "states", lambda job: job.on(offload=Offload()))
 
 
@@ -89,9 +88,9 @@ def _as_its_run(planner: Planner) -> Planner:
     if not planner.software.by_default:
         return planner
     workload = planner.workload
-    config: Any = workload.model.config
-    parts = config.tiles, workload.sequence_parallel, config.activation_checkpointing
-    why = left_uncompiled_with(planner.reproducible, *parts)
+    model = workload.described
+    parts = model.config.tiles, workload.sequence_parallel, model.recomputation
+    why = left_uncompiled_with(planner.asked.reproducible, *parts)
     impl = uncompiled(workload.model, workload.kernels) if why else "compile"
     return replace(planner, software=replace(planner.software, impl=impl, left_uncompiled_with=why))
 

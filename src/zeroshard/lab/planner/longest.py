@@ -71,7 +71,7 @@ def longest_sequence(planner: Planner, stage: int, micro_batch: int) -> Answer:
         stage: the ZeRO stage.
         micro_batch: sequences of a rank, or of the ranks that share them, in one forward.
     """
-    planner = planner.on(global_batch=0)
+    planner = planner.on(global_batch=None)
     found = [_longest(planner, (), stage, micro_batch)]
     flags: list[str] = []
     job = planner
@@ -133,7 +133,7 @@ def _left(planner: Planner, row: Row | None) -> tuple[float, float]:
     if row is None:
         return float("-inf"), 0.0
     num_bytes = sum(row.step.peak.by_category.get(name, 0) for name in ACTIVATIONS)
-    return row.headroom_bytes - planner.headroom * planner.device.memory_bytes, num_bytes
+    return row.headroom_bytes - planner.asked.headroom * planner.device.memory_bytes, num_bytes
 
 
 def _most_multiples(left: Callable[[int], tuple[float, float]], most: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any
 
 from torch import nn
 
@@ -19,7 +19,6 @@ from zeroshard.lab.planner.advice import reason, recommended
 from zeroshard.lab.planner.changes import changes_that_fit
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.lab.planner.planner import Planner, copy_sizes, planner_for
-from zeroshard.lab.planner.request import Given
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.settings import rules
 from zeroshard.zero import STAGES, LocalSteps, ShardingStrategy
@@ -33,7 +32,7 @@ def plan(
     shard_size: int | None = None,
     micro_batch: int | None = None,
     local_steps: LocalSteps | None = None,
-    **given: Unpack[Given],
+    **given: Any,
 ) -> Plan:
     """Predict memory, traffic and time of training ``model``, at one stage or at each.
 
@@ -44,7 +43,7 @@ def plan(
         shard_size: number of ranks that shard together; None: all ranks, and with several nodes also fewer.
         micro_batch: rows (sequences) of a rank in one forward; None: powers of two, as many as fit.
         local_steps: how replicas of ``shard_size`` ranks synchronise; None: they reduce gradients at each step.
-        given: GPUs, links, dtypes, optimizer and all other arguments: see `zeroshard.lab.planner.request.Given`.
+        given: GPUs, links, dtypes, optimizer and all else: the fields of `zeroshard.lab.planner.request.Request`.
 
     Raises:
         UserError: (a ValueError) the job cannot be planned; the message names the argument.
@@ -63,7 +62,7 @@ def plan(
         advise=partial(reason, planner, rows, best) if best else partial(changes_that_fit, planner, ways, rows),
         software=planner.software,
         compiled=planner.compiled,
-        host_memory_bytes=planner.host_memory_bytes,
+        host_memory_bytes=planner.asked.host_memory_bytes,
     )
 
 
@@ -73,7 +72,7 @@ def asked(
     shard_size: int | None,
     micro_batch: int | None,
     local_steps: LocalSteps | None,
-    **given: Unpack[Given],
+    **given: Any,
 ) -> tuple[Planner, Ways]:
     """The job of these arguments of `plan`, and the ways to run it; errors are those of `plan`."""
     num_gpus = given.get("world_size", 1)
@@ -83,9 +82,9 @@ def asked(
     planner = planner_for(model, **given)
     stages = _stages(stage, shard_size, planner.cluster.world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
-    if planner.reproducible:
+    if planner.asked.reproducible:
         beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
-        rules.check_same_bits("reproducible", planner.reproducible, wire="", **beside)
+        rules.check_same_bits("reproducible", planner.asked.reproducible, wire="", **beside)
     check_wire_nodes(planner)
     return planner, Ways(stages, micro_batch, shard_size, local_steps)
 
@@ -94,8 +93,8 @@ def _require_host_memory(planner: Planner, rows: Sequence[Row]) -> None:
     """Raise UserError if rows fit their devices, and none of them the memory of a node's host."""
     least = min((row.node_host_bytes for row in rows if row.fits_device), default=0)
     num_ranks = min(planner.cluster.ranks_per_node, planner.cluster.world_size)
-    field = "model.activation_checkpointing" if planner.offload is None else "offload.state"
-    require_memory(least, planner.host_memory_bytes, num_ranks, "a node", field)
+    field = "model.activation_checkpointing" if planner.asked.offload is None else "offload.state"
+    require_memory(least, planner.asked.host_memory_bytes, num_ranks, "a node", field)
 
 
 def check_wire_nodes(planner: Planner) -> None:
@@ -114,13 +113,15 @@ def check_node_copy(planner: Planner, stage: int | ShardingStrategy | None, shar
         shard_size: the requested shard size; None: all ranks shard together.
     """
     own = stage.secondary_shard_size if isinstance(stage, ShardingStrategy) else None
-    name, size = ("node_copy", planner.node_copy) if own is None else ("secondary_shard_size", own)
+    name, size = ("node_copy", planner.asked.node_copy) if own is None else ("secondary_shard_size", own)
     if not size:
         return
-    if own is not None and planner.node_copy:
-        raise UserError("node_copy", f"{planner.node_copy} is given, and the row has {own}", "leave one of the two out")
+    if own is not None and planner.asked.node_copy:
+        raise UserError(
+            "node_copy", f"{planner.asked.node_copy} is given, and the row has {own}", "leave one of the two out"
+        )
     row = stage if isinstance(stage, ShardingStrategy) else STAGES[3 if stage is None else stage]
-    reshards = row.reshard_after_forward and planner.reshard_after_forward
+    reshards = row.reshard_after_forward and planner.asked.reshard_after_forward
     rules.check_second_copy(name, size, f"stage {stage}", shards=row.params is SHARD, reshards=reshards)
     shards = shard_size or planner.cluster.world_size
     rules.check_groups(name, size, shards, copy_sizes(shards, planner.cluster))

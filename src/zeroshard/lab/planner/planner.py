@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from zeroshard.lab.planner.plan_rows import Needs, Offloaded, Row, bottleneck
-from zeroshard.lab.planner.request import HEADROOM, Given, Request
-from zeroshard.lab.predict.actions import Accumulate, Compute, Settings, Step
+from zeroshard.lab.planner.request import HEADROOM, Request
+from zeroshard.lab.predict.actions import Compute, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device
@@ -51,43 +51,32 @@ class Planner:
         workload: the training job.
         device: the device of each rank.
         cluster: the ranks, one for each GPU, and their links.
-        global_batch: rows of a step over all ranks; 0: one micro-batch per rank.
-        accumulate, prefetch, reshard_after_forward: as `zeroshard.Zero` takes them.
-        headroom: share of memory that must stay free.
+        asked: the request, of which these were made. At stages that keep weights unsharded, weights do not leave the
+            device. If the fraction of ``offload`` is ``auto``, a row has that which nothing waits for, or more if it
+            does not fit otherwise.
         software: the kernels that compute.
-        node_copy: ranks of a node that share a second copy of stage 3's weights; 0: there is none.
-        reproducible: as `zeroshard.Zero` takes it; 0: None.
-        offload: which state leaves the device; None: none does. At stages that keep weights unsharded these stay. If
-            its fraction is ``auto``, a row has that which nothing waits for, or more if it does not fit otherwise.
-        host_memory_bytes: of a node; None: not known.
     """
 
     workload: Workload
     device: Device
     cluster: Cluster
-    global_batch: int = 0
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
-    reshard_after_forward: bool = True
-    headroom: float = HEADROOM
+    asked: Request = field(default_factory=Request)
     software: Software = field(default_factory=Software)
-    node_copy: int = 0
-    reproducible: int = 0
-    offload: Offload | None = None
-    host_memory_bytes: int | None = None
 
     @property
     def stages_differ(self) -> bool:
         """Whether they do: one rank shards nothing, unless its weights come from the host or a file at stage 3."""
-        return self.cluster.world_size > 1 or (self.offload is not None and self.offload.weights != "device")
+        offload = self.asked.offload
+        return self.cluster.world_size > 1 or (offload is not None and offload.weights != "device")
 
     def num_micro(self, micro_batch: int) -> int:
         """Micro-batches of a step; 0 if this micro-batch size does not divide the global batch."""
-        least = self.reproducible // self.cluster.world_size if self.reproducible else 1  # fewest; others are multiples
-        if not self.global_batch:
+        asked, num_gpus = self.asked, self.cluster.world_size
+        least = asked.reproducible // num_gpus if asked.reproducible else 1  # the fewest; others are multiples
+        if not asked.global_batch:
             return least
         at_once = micro_batch * (self.cluster.world_size // self.workload.sequence_parallel)
-        return self.global_batch // at_once if self.global_batch % (at_once * least) == 0 else 0
+        return asked.global_batch // at_once if asked.global_batch % (at_once * least) == 0 else 0
 
     def row(
         self,
@@ -143,7 +132,7 @@ class Planner:
 
     def leaves_room(self, num_bytes: int) -> bool:
         """Whether beside so many bytes of the device as much is free as must stay free."""
-        return self.device.memory_bytes - num_bytes >= self.headroom * self.device.memory_bytes
+        return self.device.memory_bytes - num_bytes >= self.asked.headroom * self.device.memory_bytes
 
     def needs(
         self,
@@ -165,7 +154,7 @@ class Planner:
         process = self._process_memory(step, strategy, micro_batch, shards, node_size)
         needed = step.peak.total + process.total + outer_steps.outer_bytes
         host_input_bytes = self.workload.host_input_bytes(micro_batch)
-        on_host = host_input_bytes + (0 if self.offload is None else host_bytes(step.before_update))
+        on_host = host_input_bytes + (0 if self.asked.offload is None else host_bytes(step.before_update))
         if on_host and self.device.device_type == "cpu":  # whose memory is that of the host
             on_host = needed
         node_bytes = on_host * min(self.cluster.ranks_per_node, world_size)
@@ -180,7 +169,7 @@ class Planner:
             host_input_bytes=host_input_bytes,
             node_host_bytes=node_bytes,
             fits_device=self.leaves_room(needed),
-            lacks_host=self.host_memory_bytes is not None and node_bytes > self.host_memory_bytes,
+            lacks_host=self.asked.host_memory_bytes is not None and node_bytes > self.asked.host_memory_bytes,
         )
 
     def _timed(
@@ -230,7 +219,7 @@ class Planner:
 
         More of them leave if that does not fit.
         """
-        offload = self.offload
+        offload = self.asked.offload
         if offload is None or offload.fraction != "auto" or self._all_leaves(offload):
             return self
         shards = shard_size or self.cluster.world_size
@@ -239,7 +228,7 @@ class Planner:
         times = self._unit_times(settings, buffers, micro_batch)
 
         def with_away(num_away: int) -> Planner:
-            return replace(self, offload=replace(offload, fraction=share_of(buffers, num_away)))
+            return self.on(offload=replace(offload, fraction=share_of(buffers, num_away)))
 
         def fits(num_away: int) -> bool:
             return with_away(num_away).needs(stage, micro_batch, shard_size).fits_device
@@ -249,13 +238,14 @@ class Planner:
 
     def _buffers(self, num_shards: int) -> list[Buffer]:
         replicated = num_shards < self.cluster.world_size
-        return self.workload.buffers(num_shards, replicated=replicated, reproducible=self.reproducible)
+        return self.workload.buffers(num_shards, replicated=replicated, reproducible=self.asked.reproducible)
 
     def _with_all_away(self) -> Planner:
         """With all of the state off the device where the fraction was ``auto``."""
-        if self.offload is None or self.offload.fraction != "auto":
+        offload = self.asked.offload
+        if offload is None or offload.fraction != "auto":
             return self
-        return replace(self, offload=replace(self.offload, fraction=1.0))
+        return self.on(offload=replace(offload, fraction=1.0))
 
     def _all_leaves(self, offload: Offload) -> bool:
         return bool(why_all(offload, host_rates(self.device, 1), self.device.device_type))
@@ -295,8 +285,8 @@ class Planner:
         they are the ranks of one node.
         """
         row = stage if isinstance(stage, ShardingStrategy) else STAGES[stage]
-        copied = row.secondary_shard_size or (self.node_copy if row.params is SHARD else 0)
-        reshards = row.reshard_after_forward and self.reshard_after_forward
+        copied = row.secondary_shard_size or (self.asked.node_copy if row.params is SHARD else 0)
+        reshards = row.reshard_after_forward and self.asked.reshard_after_forward
         if not reshards or copied not in copy_sizes(num_shards, self.cluster):
             copied = 0
         return replace(row, reshard_after_forward=reshards, secondary_shard_size=copied or None)
@@ -337,7 +327,7 @@ class Planner:
         return step
 
     def _trace(self, micro_batch: int) -> Trace:
-        how: dict[str, Any] = {"compiled": self.compiled, "deterministic": bool(self.reproducible)}
+        how: dict[str, Any] = {"compiled": self.compiled, "deterministic": bool(self.asked.reproducible)}
         return self.workload.trace(micro_batch, self.device.device_type, **how)
 
     @property
@@ -345,9 +335,8 @@ class Planner:
         """What torch.compile makes of the model: one graph, on one rank whose state and inputs stay on the device."""
         if self.software.impl != "compile" or self.device.device_type != "cuda":
             return ""
-        config: Any = getattr(self.workload.model, "config", None)
-        leaves = self.offload is not None or getattr(config, "activation_checkpointing", "none") == "offload"
-        several = self.cluster.world_size > 1 or self.reproducible or self.software.loss is not None
+        leaves = self.asked.offload is not None or self.workload.described.recomputation == "offload"
+        several = self.cluster.world_size > 1 or self.asked.reproducible or self.software.loss is not None
         return "in pieces" if several or leaves else "compiled"
 
     def _settings(
@@ -359,30 +348,38 @@ class Planner:
             strategy=strategy,
             precision=workload.precision if over_nodes else replace(workload.precision, node_size=None),
             num_micro=max(self.num_micro(micro_batch), 1),
-            accumulate=self.accumulate,
-            prefetch=self.prefetch,
+            accumulate=self.asked.accumulate,
+            prefetch=self.asked.prefetch,
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
-            reproducible=self.reproducible or None,
+            reproducible=self.asked.reproducible,
             offload=self.offload_at(strategy, num_shards),
         )
 
     def offload_at(self, strategy: ShardingStrategy, num_shards: int) -> Offload | None:
         """What leaves the device at a stage: weights only where each rank has its own shard, or there is one rank."""
-        if self.offload is None or (strategy.params is SHARD and (num_shards > 1 or self.cluster.world_size == 1)):
-            return self.offload
-        return replace(self.offload, weights="device")
+        offload, shards = self.asked.offload, num_shards > 1 or self.cluster.world_size == 1
+        return (
+            offload if offload is None or (strategy.params is SHARD and shards) else replace(offload, weights="device")
+        )
 
     def on(self, **changes: Any) -> Planner:
-        """A copy with other settings of the cluster (``world_size``, ``within``, ``between``) or of the planner."""
-        own = {key: changes.pop(key) for key in list(changes) if key in _OWN}
-        return replace(self, cluster=replace(self.cluster, **changes), **own)
+        """A copy with other settings of the cluster (``world_size``, ``within``, ``between``), of the request, or with
+        another ``workload``, ``device`` or ``software``.
+        """
+        ours, of_cluster = vars(self), vars(self.cluster)
+        own = {name: value for name, value in changes.items() if name in ours}
+        cluster = {name: value for name, value in changes.items() if name in of_cluster}
+        asked = {name: value for name, value in changes.items() if name not in ours and name not in of_cluster}
+        own |= {"cluster": replace(self.cluster, **cluster)} if cluster else {}
+        own |= {"asked": replace(self.asked, **asked)} if asked else {}
+        return replace(self, **own)
 
     def smaller_groups(self) -> list[int]:
         """Shard sizes below the world size to plan: a node's ranks, and 4, 16, ... times as many, if they divide it."""
         found, size = [], self.cluster.ranks_per_node
-        while not self.reproducible and size < self.cluster.world_size:
+        while not self.asked.reproducible and size < self.cluster.world_size:
             if size > 1 and self.cluster.world_size % size == 0:
                 found.append(size)
             size *= 4
@@ -394,9 +391,6 @@ def _with_plain_loss(step: Step, num_logits: int, dtype: str) -> Step:
     more = Compute((work_of_plain_loss(num_logits, getattr(torch, dtype).itemsize),))
     parts = {name: [more, *getattr(step, name)] for name in ("first", "middle", "last") if getattr(step, name)}
     return replace(step, **parts)
-
-
-_OWN = ("workload", "device", "global_batch", "node_copy", "offload")
 
 
 def copy_sizes(num_shards: int, cluster: Cluster) -> list[int]:
@@ -411,27 +405,15 @@ def padding_of(buffers: Sequence[Buffer]) -> float:
     return sum(buffer.layout.padded_numel for buffer in buffers) / max(numel, 1)
 
 
-def planner_for(model: str | nn.Module, **given: Unpack[Given]) -> Planner:
-    """Make a `Planner` for ``model`` and the arguments in `Given`; errors are those of `plan`."""
+def planner_for(model: str | nn.Module, **given: Any) -> Planner:
+    """Make a `Planner` for ``model`` and the fields of `Request` in ``given``; errors are those of `plan`."""
     asked = Request(**given)
     by_default: dict[str, Any] = {}
     if isinstance(model, str) and asked.as_a_run:
         by_default = {"by_default": True, "left_uncompiled_with": asked.left_uncompiled_with}
         asked = replace(asked, impl=None if asked.left_uncompiled_with else "compile")
+    asked = replace(asked, gpu=asked.calibration)  # read once
     found, workload = asked.calibration, asked.workload(model)
     asked.check(workload, found.device)
-    return Planner(
-        workload,
-        found.device,
-        asked.cluster(found),
-        asked.global_batch or 0,
-        asked.accumulate,
-        asked.prefetch,
-        asked.reshard_after_forward,
-        asked.headroom,
-        replace(asked.software_of(workload.model), **by_default),
-        asked.node_copy or 0,
-        asked.reproducible or 0,
-        asked.offload,
-        asked.host_memory_bytes,
-    )
+    software = replace(asked.software_of(workload.model), **by_default)
+    return Planner(workload, found.device, asked.cluster(found), asked, software)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets
+from zeroshard.lab.predict.plain_module import described
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software, attention_of_torch
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
@@ -30,8 +31,9 @@ from zeroshard.zero.unit_choice import UnitChoice, choose_units
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 
 
-class Given(TypedDict, total=False):
-    """The keyword arguments of `plan` and `planner_for` besides the model; the defaults are those of `Request`.
+@dataclass(frozen=True)
+class Request:
+    """The keyword arguments of `plan` and `planner_for` besides the model.
 
     Attributes:
         world_size: number of ranks, one per GPU.
@@ -71,45 +73,6 @@ class Given(TypedDict, total=False):
         offload: which state leaves the device, as `zeroshard.Zero` takes it; None: none does. The fraction ``auto`` is
             what a step does not wait for, or more if a row does not fit otherwise.
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
-    """
-
-    world_size: int
-    gpu: str | Device | Calibration
-    network: str | Link
-    within_node: str | Link | None
-    gpus_per_node: int
-    host_memory: str | None
-    node_copy: int | None
-    reproducible: int | None
-    global_batch: int | None
-    seq_len: int | None
-    sequence_parallel: int
-    dtype: str
-    matmul: str
-    reduce_dtype: str | None
-    wire: Mapping[str, Any]
-    optimizer: str
-    state_format: str
-    accumulate: Accumulate | None
-    prefetch: int
-    reshard_after_forward: bool
-    kernels: Choice
-    impl: Impl | None
-    attention: Attention | None
-    loss: Loss | None
-    document_mask: bool
-    lora: Lora | None
-    headroom: float
-    units: UnitChoice | None
-    inputs: Callable[[int], tuple[Any, ...]] | None
-    overrides: Mapping[str, object]
-    offload: Offload | None
-    autocast: bool
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments in `Given` with their defaults.
 
     Raises:
         UserError: a value is invalid in any plan; the message names the argument.
@@ -278,12 +241,11 @@ class Request:
             why = f"no rate of products in 8 bits of {device.name} is known"
         elif self.dtype != "bfloat16" or self.autocast or self.lora is not None or "tiles" in self.overrides:
             why = "fp8 multiplies for bfloat16, without autocast, adapters and tiles"
-        elif not isinstance(model, LanguageModel) or not model.layers_in_8_bits:
+        elif not described(model).layers_in_8_bits:
             why = f"a {type(model).__name__} has no blocks with linear layers whose sizes are multiples of 16"
         if why:
             raise UserError("matmul", why, "leave it out")
-        assert isinstance(model, LanguageModel)
-        model.matmul = "fp8"
+        cast("LanguageModel", model).matmul = "fp8"
 
     def check(self, workload: Workload, device: Device) -> None:
         """Raise UserError if the request is impossible for this workload on this device."""
@@ -323,8 +285,7 @@ class Request:
 
 def uncompiled(model: nn.Module, kernels: Choice) -> Impl:
     """How a GPU computes ``model`` where nothing is compiled."""
-    fused = isinstance(model, LanguageModel) and model.has_fused_blocks and kernels != "reference"
-    return "kernels" if fused else "eager"
+    return "kernels" if described(model).has_fused_blocks and kernels != "reference" else "eager"
 
 
 def _require_count(name: str, value: int, least: int) -> None:
@@ -334,10 +295,11 @@ def _require_count(name: str, value: int, least: int) -> None:
 
 def _require_shared(model: nn.Module, sequence_parallel: int, seq_len: int) -> None:
     """Raise UserError if so many ranks cannot share the sequences of ``model``."""
-    if not isinstance(model, LanguageModel):
+    config = described(model).config
+    if config is None:
         what = f"{sequence_parallel} GPUs share sequences, and a {type(model).__name__} is no language model of ours"
         raise UserError("sequence_parallel", what, "leave it out")
-    rules.check_heads("sequence_parallel", sequence_parallel, model.config.n_head)
+    rules.check_heads("sequence_parallel", sequence_parallel, config.n_head)
     rules.check_cut("seq_len", seq_len, sequence_parallel)
 
 

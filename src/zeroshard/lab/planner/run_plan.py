@@ -22,7 +22,6 @@ from zeroshard.lab.predict.process_memory import comm_buffer_bytes
 from zeroshard.lab.predict.step import Settings, Step, step_of
 from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import collectives, flows_of
-from zeroshard.lab.predict.workload import input_slot_bytes
 from zeroshard.models import LanguageModel
 from zeroshard.models.inputs_on_host import CATEGORY
 from zeroshard.models.sequence_parallel import LABEL
@@ -119,7 +118,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
     if job.local_steps is not None:
         resident["outer"] = outer_bytes(buffers)
     num_tokens = job.micro_batch_size * job.seq_len // job.sequence_parallel
-    if waiting := input_slot_bytes(job.model, num_tokens, job.compute_dtype):
+    if waiting := job.model.offloaded_input_bytes(num_tokens, job.compute_dtype.itemsize):
         resident[CATEGORY] = waiting
     step = collectives(
         buffers,

@@ -122,6 +122,6 @@ class Ways:
             share = planner.workload.sequence_parallel
             named = "GPUs" if share == 1 else f"groups of {share} GPUs"
             groups = planner.cluster.world_size // share
-            what = f"{planner.global_batch} is no multiple of {given} (micro_batch) x {groups} {named}"
+            what = f"{planner.asked.global_batch} is no multiple of {given} (micro_batch) x {groups} {named}"
             raise UserError("global_batch", what, "change one of the three")
         return [given]

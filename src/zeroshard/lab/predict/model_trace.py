@@ -38,6 +38,7 @@ from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.fusion import Operation, Region, fused, opaque, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import fuse_dropout, in_recomputations, on_meta, serves
+from zeroshard.lab.predict.plain_module import described
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import (
@@ -110,7 +111,7 @@ def trace_language_model(
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id, model.matmul)
     batch = micro_batch, seq_len, sequence_parallel
     of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone, deterministic)
-    num_blocks, recomputed = len(model.blocks), model.config.activation_checkpointing
+    num_blocks, recomputed = len(model.blocks), model.recomputation
     period, edge = _period(recomputed), 1
     if recomputed == "offload":  # an input leaves while the next block runs, on a GPU while the one after it does
         edge = 2 if device_type == "cpu" else 3
@@ -235,17 +236,17 @@ def _trace(
 ) -> Trace:
     with without_values:
         fake, chosen = _fake(model, units, precision)
-        if device_type != "cpu" and isinstance(fake, LanguageModel):
-            fuse_dropout(fake)
-        if isinstance(fake, LanguageModel) and next(fake.parameters()).is_meta:
-            in_recomputations(fake)
+        known = described(fake)
+        if device_type != "cpu":
+            fuse_dropout(fake, known.blocks)
+        if known.recomputation != "none" and next(fake.parameters()).is_meta:
+            in_recomputations(fake, known.blocks)
         root, specs = partition_of(fake, chosen)
         log = _Log([root, *specs], device_type)
-        if isinstance(fake, LanguageModel) and fake.matmul == "fp8":
-            log.in_8_bits = {tuple(layer.weight.shape) for layer in fake.layers_in_8_bits}
+        if known.matmul == "fp8":
+            log.in_8_bits = {tuple(layer.weight.shape) for layer in known.layers_in_8_bits}
         if sequence_parallel > 1:
-            assert isinstance(fake, LanguageModel)
-            fake.share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
+            cast("LanguageModel", fake).share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
@@ -253,7 +254,7 @@ def _trace(
         log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
-        kernels = _kernels_of(device_type, log, getattr(fake, "kernels", "auto"), deterministic=deterministic)
+        kernels = _kernels_of(device_type, log, known.kernels, deterministic=deterministic)
         with kernels, alike_tiles(log), recorder:
             try:
                 with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():

@@ -8,7 +8,7 @@ everything else runs unchanged. `FakeTensorMode` stays the specification of a tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -45,11 +45,10 @@ def on_meta() -> Generator[None]:
         yield
 
 
-def in_recomputations(model: LanguageModel) -> None:
+def in_recomputations(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Have blocks that run again in backward compute as in `on_meta`, in place: `Tensor.backward` leaves such modes."""
-    if getattr(model.config, "activation_checkpointing", "none") != "none":
-        for module in _outermost(model, set(model.blocks)):
-            module.forward = partial(_on_meta, module.forward)
+    for module in _outermost(model, set(blocks)):
+        module.forward = partial(_on_meta, module.forward)
 
 
 def _on_meta(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -66,14 +65,17 @@ def _outermost(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]
             yield child
 
 
-def fuse_dropout(model: LanguageModel) -> None:
+def fuse_dropout(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Make attention with dropout keep what a GPU's fused kernels keep, in place: no attention scores.
+
+    ``blocks``: those that the model names itself; nothing is changed in a model that names none.
 
     The CPU has no fused kernel with dropout, and torch would compute all scores there. So attention runs without
     dropout, and the time that dropout adds to a GPU's kernel is not counted.
     """
-    if any(_drops(module) for module in model.modules()):
-        for module in _outermost(model, set(model.blocks)):
+    named = set(blocks)
+    if named and any(_drops(module) for module in model.modules()):
+        for module in _outermost(model, named):
             module.forward = partial(_fused, module.forward)
 
 

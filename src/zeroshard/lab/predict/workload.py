@@ -17,9 +17,9 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.plain_module import PlainModule, described
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
-from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.settings.validate import nearest
 from zeroshard.zero import MixedPrecision
@@ -64,7 +64,7 @@ class Workload:
     # steps that were predicted, by what they depend on besides: plans of one question differ in device and links only
     steps: dict[tuple[Any, ...], Step] = field(default_factory=dict)
     _traces: dict[tuple[int, str, bool], Trace] = field(default_factory=dict)
-    _buffers: dict[tuple[int, bool, int, MixedPrecision], list[Buffer]] = field(default_factory=dict)
+    _buffers: dict[tuple[int, bool, int | None, MixedPrecision], list[Buffer]] = field(default_factory=dict)
     _changed: dict[tuple[Any, ...], Workload] = field(default_factory=dict, repr=False)  # by what was changed
 
     @property
@@ -80,9 +80,12 @@ class Workload:
     @property
     def num_flops_per_token(self) -> int:
         """FLOPs of forward and backward without recomputation; 6 per trained parameter if the model is not ours."""
-        if isinstance(self.model, LanguageModel):
-            return self.model.num_flops_per_token(self.seq_len)
-        return 6 * self.num_trained_params
+        return self.described.num_flops_per_token(self.seq_len)
+
+    @property
+    def described(self) -> LanguageModel | PlainModule:
+        """What answers for the model."""
+        return described(self.model)
 
     @property
     def tokens_of_rank(self) -> int:
@@ -116,25 +119,14 @@ class Workload:
         return compute.itemsize + master + reduce.itemsize + self.states[0].bytes_per_element(dtype.itemsize)
 
     def unread_bytes(self, micro_batch: int) -> int:
-        """Bytes of a micro-batch's activations that selective recomputation keeps although backward does not read them.
-
-        They are the output of each block's last product. ``selective:2`` keeps it only if its number in the block is
-        odd, as in LLaMA.
-        """
-        config: Any = getattr(self.model, "config", None)
-        kept = getattr(config, "activation_checkpointing", "none")
-        keeps_last = isinstance(self.model, LanguageModel) and len(self.model.products_of_a_block) % 2 == 1
-        if kept != "selective" and not (kept == "selective:2" and keeps_last):
-            return 0
+        """Bytes of a micro-batch's activations that are kept although backward does not read them."""
         itemsize = getattr(torch, self.dtype).itemsize
-        return micro_batch * self.tokens_of_rank * config.n_embd * itemsize * config.n_layer
+        return micro_batch * self.tokens_of_rank * self.described.num_unread_per_token * itemsize
 
     def host_input_bytes(self, micro_batch: int) -> int:
         """Bytes of a rank's host in which inputs of blocks wait for backward; 0 unless they are offloaded."""
-        model = self.model
-        if not isinstance(model, LanguageModel):
-            return 0
-        return input_slot_bytes(model, micro_batch * self.tokens_of_rank, getattr(torch, self.dtype))
+        itemsize = getattr(torch, self.dtype).itemsize
+        return self.described.offloaded_input_bytes(micro_batch * self.tokens_of_rank, itemsize)
 
     def trace(
         self,
@@ -156,26 +148,27 @@ class Workload:
             model, precision = self.model, self.precision
             how: dict[str, Any] = {"device_type": as_on, "autocast": self.autocast}
             how |= {"sequence_parallel": self.sequence_parallel, "deterministic": deterministic}
-            if isinstance(model, LanguageModel) and self.ours:
-                how["blocks_alone"] = self.units != model.units
-                self._traces[key] = trace_language_model(model, micro_batch, self.seq_len, precision, **how)
+            if self.ours:
+                ours = cast("LanguageModel", model)
+                how["blocks_alone"] = self.units != ours.units
+                self._traces[key] = trace_language_model(ours, micro_batch, self.seq_len, precision, **how)
             else:
                 self._traces[key] = trace_model(model, micro_batch, self.units, self.inputs, precision, **how)
         return self._traces[key]
 
-    def buffers(self, num_shards: int, *, replicated: bool = False, reproducible: int = 0) -> list[Buffer]:
+    def buffers(self, num_shards: int, *, replicated: bool = False, reproducible: int | None = None) -> list[Buffer]:
         """The flat buffers as an engine lays them out over ``num_shards`` ranks.
 
-        ``replicated``: whether there are several such groups of ranks. ``reproducible``: as `Zero` takes it; 0: None.
+        ``replicated``: whether there are several such groups of ranks. ``reproducible``: as `Zero` takes it.
         """
         key = num_shards, replicated, reproducible, self.precision
         if key not in self._buffers:
             whole: Iterable[nn.Parameter] = ()
             if self.optimizer in WHOLE:
-                inside = self.model.blocks if isinstance(self.model, LanguageModel) else self.units or []
+                inside = self.described.blocks or self.units or []
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
-            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "reproducible": reproducible or None}
+            how: dict[str, Any] = {"whole": whole, "replicated": replicated, "reproducible": reproducible}
             how["block"] = self.states[0].block
             self._buffers[key] = buffers_of(self.model, num_shards, self.units, precision=self.precision, **how)
         return self._buffers[key]
@@ -194,35 +187,24 @@ class Workload:
         Raises:
             UserError: the values contradict each other.
         """
-        assert isinstance(self.model, LanguageModel)
-        name, changes = nearest_preset(cast("Any", self.model.config))
+        known = self.described
+        name, changes = nearest_preset(known.config)
         how: dict[str, Any] = {
             "seq_len": seq_len or self.seq_len,
             "kernels": self.kernels,
-            "document_mask": self.model.eos_id is not None,
-            "lora": self.model.lora if lora is None else lora,
+            "document_mask": known.eos_id is not None,
+            "lora": known.lora if lora is None else lora,
             "narrow": OPTIMIZER_STATES[self.optimizer].corrects,
         }
         of_rank = self.precision, self.sequence_parallel, self.autocast
-        key = name, *sorted({**changes, **overrides}.items()), *how.values(), self.model.matmul, of_rank
+        key = name, *sorted({**changes, **overrides}.items()), *how.values(), known.matmul, of_rank
         if key not in self._changed:
             model, length = preset(name, {**changes, **overrides}, **how)
-            model.matmul = self.model.matmul
+            model.matmul = known.matmul
             rows = tokens_and_targets(length // self.sequence_parallel)
             own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}}
             self._changed[key] = replace(self, model=model, units=model.units, inputs=rows, seq_len=length, **own)
         return self._changed[key]
-
-
-def input_slot_bytes(model: LanguageModel, num_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the host in which inputs of the blocks of ``model`` wait; 0 unless it offloads them.
-
-    ``num_tokens``: of a rank's micro-batch; ``dtype``: in which they are computed.
-    """
-    config: Any = model.config
-    if config.activation_checkpointing != "offload":
-        return 0
-    return planned_slot_bytes(len(model.blocks), num_tokens * config.n_embd * dtype.itemsize)
 
 
 def preset(
