@@ -243,7 +243,16 @@ def test_a_plan_says_what_is_in_the_file_and_what_a_day_writes_to_it():
 
 @pytest.mark.parametrize(("fewest", "found"), [(0, 3), (3, 3), (4, 4), (7, 7), (8, 8), (99, 8)])
 def test_no_more_leaves_than_must(fewest, found):
-    assert least_away(3, 8, lambda num_away: num_away >= fewest) == found
+    assert least_away(3, 8, lambda num_away: float(num_away - fewest)) == found
+
+
+@pytest.mark.parametrize(
+    ("left", "most"), [(lambda num: 7.0 * num - 258, 4), (lambda num: 1.0 if num > 36 else -1e9, 14)]
+)
+def test_few_numbers_of_units_are_tried_if_memory_grows_with_them_and_not_many_if_not(left, most):
+    tried = []
+    assert least_away(0, 80, lambda num: tried.append(num) or left(num)) == 37
+    assert len(tried) <= most
 
 
 @pytest.mark.parametrize("sizes", [[7, 1, 3], [10**9, *[1] * 7], [123_456_789] * 33])

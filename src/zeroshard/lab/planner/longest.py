@@ -133,7 +133,7 @@ def _left(planner: Planner, row: Row | None) -> tuple[float, float]:
     if row is None:
         return float("-inf"), 0.0
     num_bytes = sum(row.step.peak.by_category.get(name, 0) for name in ACTIVATIONS)
-    return row.headroom_bytes - planner.asked.headroom * planner.device.memory_bytes, num_bytes
+    return planner.left_bytes(row.needed_bytes), num_bytes
 
 
 def _most_multiples(left: Callable[[int], tuple[float, float]], most: int) -> int:

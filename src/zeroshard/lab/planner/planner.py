@@ -130,9 +130,13 @@ class Planner:
         trace = self._trace(micro_batch)
         return self.held_bytes(stage, micro_batch, shard_size) + trace.input_bytes + trace.peak_bytes
 
+    def left_bytes(self, num_bytes: int) -> float:
+        """Bytes of the device that are left beside so many, and beside those that must stay free."""
+        return self.device.memory_bytes - num_bytes - self.asked.headroom * self.device.memory_bytes
+
     def leaves_room(self, num_bytes: int) -> bool:
         """Whether beside so many bytes of the device as much is free as must stay free."""
-        return self.device.memory_bytes - num_bytes >= self.asked.headroom * self.device.memory_bytes
+        return self.left_bytes(num_bytes) >= 0
 
     def needs(
         self,
@@ -230,11 +234,11 @@ class Planner:
         def with_away(num_away: int) -> Planner:
             return self.on(offload=replace(offload, fraction=share_of(buffers, num_away)))
 
-        def fits(num_away: int) -> bool:
-            return with_away(num_away).needs(stage, micro_batch, shard_size).fits_device
+        def left(num_away: int) -> float:
+            return self.left_bytes(with_away(num_away).needs(stage, micro_batch, shard_size).needed_bytes)
 
         hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
-        return with_away(least_away(hidden, num_units, fits))
+        return with_away(least_away(hidden, num_units, left))
 
     def _buffers(self, num_shards: int) -> list[Buffer]:
         replicated = num_shards < self.cluster.world_size

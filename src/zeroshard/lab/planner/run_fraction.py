@@ -71,15 +71,15 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
     times = unit_times(trace, buffers, state, settings, device, rates, attention)
     beside = ema_bytes(buffers, job.row, settings.rank) if job.keeps_ema else 0
 
-    def fits(num_away: int) -> bool:
+    def left(num_away: int) -> float:
         if free_bytes is None or job.device_type == "cpu":  # whose memory is that of the host
-            return True
+            return 0.0
         fixed = replace(offload, fraction=share_of(buffers, num_away))
         step = step_of(trace, buffers, state, replace(settings, offload=fixed))
-        return step.peak.total + beside <= free_bytes
+        return free_bytes - (step.peak.total + beside)
 
     hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
-    num_away = least_away(hidden, num_units, fits)
+    num_away = least_away(hidden, num_units, left)
     source = "as measured" if rates.measured else "by published rates"
     if num_away > hidden:
         why = f"fewer than the last {num_away} of {num_units} units do not fit"

@@ -190,15 +190,25 @@ def hidden_units(units: Sequence[UnitTimes]) -> int:
     return num_units
 
 
-def least_away(hidden: int, num_units: int, fits: Callable[[int], bool]) -> int:
-    """The number of last units whose state leaves: ``hidden``, or if that does not fit the fewest that do, or all."""
-    if fits(hidden) or hidden == num_units:
+def least_away(hidden: int, num_units: int, left: Callable[[int], float]) -> int:
+    """The number of last units whose state leaves: ``hidden``, or if that does not fit the fewest that do, or all.
+
+    ``left``: bytes that are left at a number, negative where it does not fit. Units are alike, so it grows nearly in
+    proportion, and few numbers are tried. Where it does not, every second guess halves what is left to try.
+    """
+    low, high, at_low = hidden, num_units, left(hidden)
+    if at_low >= 0 or hidden == num_units:
         return hidden
-    low, high = hidden, num_units
-    reaches = fits(high)
-    while reaches and high - low > 1:  # it fits at `high`, not at `low`
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+    at_high, halves = left(high), False
+    while at_high >= 0 and high - low > 1:  # it fits at `high`, not at `low`
+        share = 0.5 if halves else -at_low / (at_high - at_low)
+        middle = min(max(low + math.ceil((high - low) * share), low + 1), high - 1)
+        at_middle, before = left(middle), high - low
+        if at_middle >= 0:
+            high, at_high = middle, at_middle
+        else:
+            low, at_low = middle, at_middle
+        halves = not halves and high - low > before // 2
     return high
 
 
