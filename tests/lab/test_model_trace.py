@@ -1,6 +1,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from importlib import import_module
 from itertools import product, takewhile
 
 import pytest
@@ -14,16 +15,18 @@ from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.llama import MLP
+from zeroshard.models.lora import TARGETS
 from zeroshard.zero import MixedPrecision
 
 FP32, BF16 = MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16)
 SEQ_LEN = 32
 
 
-def _model(name="llama-tiny", lora=None, **overrides):
+def _model(name="llama-tiny", lora=None, *, for_plan=False, **overrides):
     sizes = {"n_layer": 3, "n_head": 4, "n_embd": 32, **({"n_kv_head": 2} if name.startswith("llama") else {})}
     with torch.device("meta"):
-        return build_model(name, vocab_size=97, seq_len=SEQ_LEN, overrides={**sizes, **overrides}, lora=lora)
+        given = {"overrides": {**sizes, **overrides}, "lora": lora, "for_plan": for_plan}
+        return build_model(name, vocab_size=97, seq_len=SEQ_LEN, **given)
 
 
 def _whole(model, micro_batch, precision, device_type="cpu", seq_len=SEQ_LEN, **how):
@@ -103,6 +106,21 @@ def test_a_few_blocks_tell_all_of_a_deep_model_whose_embedding_is_frozen():
     model = _model("llama-tiny", n_layer=5, lora=Lora(4))
     assert len(model.units) > len(model.blocks)  # embedding and head are units; no gradient reaches the embedding
     assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"), [("llama-tiny", Lora(4)), ("gpt2-demo", Lora(4, dropout=0.1, targets=("all-linear",)))]
+)
+def test_adapters_of_a_plan_have_the_names_and_operations_of_peft_s(name, lora):
+    pytest.importorskip("peft")
+    ours, theirs = (_model(name, lora, n_layer=2, for_plan=planned) for planned in (True, False))
+    assert theirs.lora_config is not None is ours.lora_config
+    described = [[(n, p.shape, p.requires_grad) for n, p in model.named_parameters()] for model in (ours, theirs)]
+    assert described[0] == described[1]
+    assert ours.num_flops_per_token(SEQ_LEN) == theirs.num_flops_per_token(SEQ_LEN)
+    assert _whole(ours, 2, BF16, "cuda") == _whole(theirs, 2, BF16, "cuda")
+    known = import_module("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert {kind: known[kind] for kind in TARGETS} == TARGETS
 
 
 @pytest.mark.redundant(but=["lm_head"])

@@ -26,10 +26,36 @@ from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import keep_random_state
 
 ALL_LINEAR = "all-linear"
+TARGETS = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}  # `peft`'s own of our architectures, without its import
 
 
-def built_with_lora(build: Callable[[], LanguageModel], lora: Lora) -> LanguageModel:
+class LayerOfPlans(nn.Module):
+    """`peft`'s layer as far as a plan sees it: its parameters by name, and its operations.
+
+    To import `peft` takes more processor time than to trace a model.
+    """
+
+    def __init__(self, base_layer: nn.Linear, lora: Lora) -> None:
+        super().__init__()
+        self.base_layer, self._scale = base_layer, lora.scale
+        size, rank = (base_layer.in_features, base_layer.out_features), lora.rank
+        self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()})
+        self.lora_A = nn.ModuleDict({ADAPTER: nn.Linear(size[0], rank, bias=False)})
+        self.lora_B = nn.ModuleDict({ADAPTER: nn.Linear(rank, size[1], bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, and that of the adapter."""
+        result = self.base_layer(x)
+        narrow: Any = self.lora_A[ADAPTER]
+        wide = self.lora_B[ADAPTER]
+        x = x.to(narrow.weight.dtype)
+        return (result + wide(narrow(self.lora_dropout[ADAPTER](x))) * self._scale).to(result.dtype)
+
+
+def built_with_lora(build: Callable[[], LanguageModel], lora: Lora, *, for_plan: bool = False) -> LanguageModel:
     """Call ``build`` and add adapters to its model; on the default device, or without values if that is ``"meta"``.
+
+    ``for_plan``: only to be traced, with `LayerOfPlans` where that stands for `peft`'s layer.
 
     Raises:
         UserError: as `add_lora`.
@@ -37,38 +63,53 @@ def built_with_lora(build: Callable[[], LanguageModel], lora: Lora) -> LanguageM
     device = torch.get_default_device()
     with torch.device("meta"):
         model = build()
-    add_lora(model, lora)
+    add_lora(model, lora, for_plan=for_plan)
     materialize(model, device)
     return model
 
 
-def add_lora(model: LanguageModel, lora: Lora) -> None:
+def add_lora(model: LanguageModel, lora: Lora, *, for_plan: bool = False) -> None:
     """Add adapters to ``model``, which must be on the meta device, and freeze all other parameters; in place.
+
+    ``for_plan``: as of `built_with_lora`.
 
     Raises:
         UserError: `peft` is not installed, or a target is not a linear layer of the model.
     """
-    peft = _peft()
     named = dict(model.lora_root.named_modules())
     targets = list(lora.targets) or list(_default_targets(model))
     chosen = _layers(model, named, targets)
-    transposed = {type(named[name]).__name__ == "Conv1D" for name in chosen}
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.scale * lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules=chosen if ALL_LINEAR in targets else targets,
-        fan_in_fan_out=True in transposed,
-        task_type="CAUSAL_LM",
-    )
-    with shapes_only():  # not peft's own option for this, which patches a method of nn.Module in the whole process
-        peft.inject_adapter_in_model(config, model.lora_root, ADAPTER)
-    model.lora, model.lora_config = lora, config
+    layers = [named[name] for name in chosen]
+    if for_plan and all(isinstance(layer, nn.Linear) for layer in layers):
+        model.requires_grad_(False)
+        with shapes_only():
+            for name in chosen:
+                layer: Any = named[name]
+                model.lora_root.set_submodule(name, LayerOfPlans(layer, lora))
+    else:
+        model.lora_config = _injected(model, lora, chosen if ALL_LINEAR in targets else targets, layers)
+    model.lora = lora
     added = [param for name, param in model.named_parameters() if is_adapter(name)]
     model.num_frozen_multiplied_params = model.num_multiplied_params
     model.num_multiplied_params += sum(param.numel() for param in added)
     if lora.dropout:
         keep_random_state(model.blocks)
+
+
+def _injected(model: LanguageModel, lora: Lora, targets: list[str], layers: list[nn.Module]) -> Any:
+    """Have `peft` add its layers; returns its configuration."""
+    peft, transposed = _peft(), {type(layer).__name__ == "Conv1D" for layer in layers}
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scale * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        fan_in_fan_out=True in transposed,
+        task_type="CAUSAL_LM",
+    )
+    with shapes_only():  # not peft's own option for this, which patches a method of nn.Module in the whole process
+        peft.inject_adapter_in_model(config, model.lora_root, ADAPTER)
+    return config
 
 
 def initial_adapters(model: LanguageModel) -> dict[str, Tensor]:
@@ -90,6 +131,9 @@ def _peft() -> Any:
 
 def _default_targets(model: LanguageModel) -> Iterable[str]:
     kind = model.architecture
+    if kind in TARGETS:
+        return TARGETS[kind]
+    _peft()
     known = import_module("peft.utils.constants").TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     if not isinstance(known.get(kind), list | tuple):
         names = ", ".join(_last_parts(_linear_in_blocks(model)))

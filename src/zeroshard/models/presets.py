@@ -135,16 +135,19 @@ def build_model(
     seed: int = 0,
     kernels: Choice = "auto",
     lora: Lora | None = None,
+    for_plan: bool = False,
 ) -> LanguageModel:
     """Build a preset's model on the default device, or without values under ``torch.device("meta")``.
 
     Arguments and errors are :func:`model_config`'s. ``seed`` is the seed of the initial values. ``kernels`` is the
-    backend of operations that have kernels. ``lora`` adds adapters, which are trained instead of the model's weights.
+    backend of operations that have kernels. ``lora`` adds adapters, which are trained instead of the model's weights;
+    ``for_plan``: the model is only to be traced, so that adapters need not be `peft`'s.
     """
     config = model_config(name, vocab_size=vocab_size, seq_len=seq_len, overrides=overrides)
     if lora is None:
         return config.build(seed, kernels)
-    return loaded("zeroshard.models.lora", "built_with_lora")(lambda: config.build(seed, kernels), lora)
+    built = loaded("zeroshard.models.lora", "built_with_lora")
+    return built(lambda: config.build(seed, kernels), lora, for_plan=for_plan)
 
 
 def _given(vocab_size: int | None, seq_len: int | None, overrides: Mapping[str, object]) -> dict[str, object]:

@@ -157,7 +157,8 @@ def _traced(
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
-        model = build_model(name, overrides={**dict(changes), "n_layer": depth}, kernels=kernels, lora=lora)
+        overrides = {**dict(changes), "n_layer": depth}
+        model = build_model(name, overrides=overrides, kernels=kernels, lora=lora, for_plan=True)
     model.matmul = matmul
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
     inputs = tokens_and_targets(seq_len // sequence_parallel)

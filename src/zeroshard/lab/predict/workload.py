@@ -234,7 +234,8 @@ def preset(
     if length > config.seq_len and name.startswith("llama"):  # LLaMA has no learned position table
         config = model_config(name, overrides={**overrides, "seq_len": length})
     with torch.device("meta"):
-        model = build_model(name, overrides={**overrides, "seq_len": config.seq_len}, kernels=kernels, lora=lora)
+        changes = {**overrides, "seq_len": config.seq_len}
+        model = build_model(name, overrides=changes, kernels=kernels, lora=lora, for_plan=True)
     for param in model.parameters() if narrow else ():
         param.data = param.data.to(torch.bfloat16)
     model.eos_id = 0 if document_mask else None
