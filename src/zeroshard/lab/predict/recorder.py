@@ -2,14 +2,14 @@
 
 A storage counts as allocated from the first operation that returns a tensor on it, and as freed when its last reference
 is gone. Memory that an operation allocates and frees inside itself is not seen. `zeroshard.train.profiling.memory`
-measures
-by the same rules, but shares no code with this module, because predictions are tested against it.
+measures by the same rules, but shares no code with this module, because predictions are tested against it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+MOST_KNOWN = 20_000  # results that are remembered at once
 OnChange = Callable[[int, int], None]  # called with a storage's number and its change in bytes
 Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 
@@ -53,7 +54,7 @@ class StorageEvents(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _result(func, args, kwargs)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._know(leaf.untyped_storage())
@@ -76,3 +77,73 @@ class StorageEvents(TorchDispatchMode):
         self._numbers[key] = (number, weakref.ref(storage, gone))
         if num_bytes:
             self._on_change(number, num_bytes)
+
+
+class _Unknown(Exception):
+    """What an operation returns cannot be told from a key."""
+
+
+_Facts = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_known: dict[Any, tuple[bool, list[_Facts]]] = {}  # whether it is a tuple, and the facts of each tensor
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``; on the meta device new tensors like those that the same call has returned before.
+
+    torch computes shapes there in Python, and the blocks of a model, and its traces, have the same ones.
+    """
+    try:
+        key = (func, _key(args), _key(tuple(kwargs.items()))) if _makes_tensors(func) else None
+    except _Unknown:
+        key = None
+    if key is None:
+        return func(*args, **kwargs)
+    if (known := _known.get(key)) is not None:
+        several, facts = known
+        made = tuple(_new(*each) for each in facts)
+        return made if several else made[0]
+    result = func(*args, **kwargs)
+    tensors = result if isinstance(result, tuple) else (result,)
+    if _are_new(tensors, (*args, *kwargs.values())):
+        if len(_known) >= MOST_KNOWN:
+            _known.clear()
+        _known[key] = isinstance(result, tuple), [(each.shape, each.stride(), each.dtype) for each in tensors]
+    return result
+
+
+def _new(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.ops.aten.empty_strided.default(size, stride, dtype=dtype, device=torch.device("meta"))
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Whether the operation is one of torch's that changes nothing and, by its schema, returns no view."""
+    schema = func._schema
+    shares = any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
+    return func.namespace == "aten" and not schema.is_mutable and not shares
+
+
+def _key(value: Any) -> Any:
+    """What a result on the meta device depends on; 1, 1.0 and True are different."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_meta or value.is_complex():
+            raise _Unknown
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    if value is None or isinstance(value, int | float | str | torch.dtype | torch.device | torch.memory_format):
+        return type(value), value
+    raise _Unknown
+
+
+def _are_new(tensors: Sequence[Any], given: Iterable[Any]) -> bool:
+    """Whether each of these is a tensor on the meta device with storage of its own, of the size that it needs."""
+    storages = {each.untyped_storage()._cdata for each in tree_leaves(given) if isinstance(each, Tensor)}
+    for each in tensors:
+        if not isinstance(each, Tensor) or not each.is_meta or each.layout != torch.strided:
+            return False
+        like = _new(each.shape, each.stride(), each.dtype)
+        if each.storage_offset() or like.untyped_storage().nbytes() != each.untyped_storage().nbytes():
+            return False
+    own = {each.untyped_storage()._cdata for each in tensors}
+    return len(own) == len(tensors) and own.isdisjoint(storages)
