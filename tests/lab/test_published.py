@@ -45,7 +45,8 @@ def test_a_source_is_for_calibration_or_for_validation_and_says_where_it_was_rea
 
 
 @pytest.mark.parametrize(
-    ("kind", "median", "within_15_percent"), [("calibration", 0.05, 0.85), ("validation", 0.08, 0.8)]
+    ("kind", "median", "within_15_percent"),
+    [pytest.param("calibration", 0.05, 0.85, marks=pytest.mark.soak), ("validation", 0.08, 0.8)],
 )
 def test_predicted_speeds_are_those_that_were_published(published, kind, median, within_15_percent):
     """Of the validation set, whose median is 0.96, there are a few here."""
@@ -55,7 +56,7 @@ def test_predicted_speeds_are_those_that_were_published(published, kind, median,
     assert sum(abs(ratio - 1) <= 0.15 for ratio in ratios) >= within_15_percent * len(ratios)
 
 
-@pytest.mark.parametrize("kind", ["calibration", "validation"])
+@pytest.mark.parametrize("kind", [pytest.param("calibration", marks=pytest.mark.soak), "validation"])
 def test_predicted_memory_is_what_was_published(published, kind):
     cases = [case for case in published.read_cases() if case.set == kind and case.memory_bytes][::3]
     ratios = [published.outcome_of(case).memory_ratio for case in cases]

@@ -86,8 +86,12 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
     shapes = [param.shape for param in Net().parameters()]
 
     def train(net, optim, ranks):
+        losses = []  # as a hook sees the weights: updated already after the inner step, and otherwise after the outer
+
         def look(optim, *_):
             assert [param.shape for param in optim.param_groups[0]["params"]] == shapes
+            with torch.no_grad():
+                losses.append(net(rows(0)).square().mean())
 
         optim.register_step_pre_hook(look)
         optim.register_step_post_hook(look)
@@ -96,18 +100,20 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
                 (net(rows(rank, step)).square().mean() / len(ranks)).backward()
             optim.step()
             optim.zero_grad()
+        return torch.stack(losses)
 
     def go(comm):
         net = Net()
         zero = Zero(net, stage=stage, comm=comm)
         optim = Averaging(net.parameters(), lr=0.1) if adopted else zero.optimizer(Averaging, lr=0.1)
-        train(net, optim, [comm.rank])
-        return zero.state_dict(), zero.optim_state_dict(optim)["state"]
+        return train(net, optim, [comm.rank]), zero.state_dict(), zero.optim_state_dict(optim)["state"]
 
     net = Net()
     optim = Averaging(net.parameters(), lr=0.1)
-    train(net, optim, [0, 1])
-    for weights, state in run_threads(go, 2):
+    expected = train(net, optim, [0, 1])
+    assert len(expected.unique()) == 5  # two inner and two outer steps, and before them
+    for losses, weights, state in run_threads(go, 2):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
         for name, weight in net.state_dict().items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
         for number, kept in optim.state_dict()["state"].items():
