@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("trainer_arguments.py")
-ALWAYS = ["modules_to_save", "modules_to_save_best", "prompt_tuning_best"]
-ALWAYS += ["uneven_rows", "uneven_rows_of_means_with_a_number", "uneven_rows_generated"]
+ALWAYS = {"modules_to_save": 3, "modules_to_save_best": 1, "prompt_tuning_best": 3}  # at a stage each
+ALWAYS |= {"uneven_rows": 3, "uneven_rows_of_means_with_a_number": 1, "uneven_rows_generated": 1}
 ON_REQUEST = ["lora_resumed", "only_model_resumed"]
 ON_REQUEST += ["uneven_rows_of_means", "uneven_rows_by_length", "uneven_rows_dropped"]
 
@@ -26,15 +26,26 @@ ON_REQUEST += ["uneven_rows_of_means", "uneven_rows_by_length", "uneven_rows_dro
 @pytest.fixture(scope="module")
 def results(made_once):
     def make(out):
-        words = [sys.executable, SCRIPT, out, *([] if soaking() else ALWAYS)]
+        words = [
+            sys.executable,
+            SCRIPT,
+            out,
+            *([] if soaking() else [f"{stage}-{name}" for name, stage in ALWAYS.items()]),
+        ]
         done = forked.run(words, capture_output=True, text=True, check=False, timeout=900)
         assert done.returncode == 0, done.stderr
 
     return torch.load(made_once("trainer-arguments", make) / "results.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.soak) for name in ON_REQUEST)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=[] if ALWAYS.get(name) == stage else [pytest.mark.soak])
+        for name in [*ALWAYS, *ON_REQUEST]
+        for stage in (1, 3)
+    ],
+)
 def test_the_trainer_does_what_it_does_in_one_process(results, name, stage):
     expected = results["plain"][name]
     assert not isinstance(expected, str), expected

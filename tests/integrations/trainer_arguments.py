@@ -1,4 +1,4 @@
-"""Arguments and callbacks that people give `transformers.Trainer`: ``python trainer_arguments.py OUT [NAME ...]``.
+"""What people give `transformers.Trainer`: ``python trainer_arguments.py OUT [STAGE-NAME ...]``.
 
 Each run is made in one process, and in two ranks at stages 1 and 3. It takes a folder and a stage (None: one process,
 without the engine) and returns numbers, which must agree. ``OUT/results.pt`` has by "plain", 1 and 3 (of each rank),
@@ -225,7 +225,8 @@ def all_runs(out, names, stage):
 
     found = {}
     for run in RUNS:
-        if names and run.__name__ not in names:
+        stages = (1, 3) if stage is None else (stage,)
+        if names and all(f"{each}-{run.__name__}" not in names for each in stages):
             continue
         AcceleratorState._reset_state()
         GradientState._reset_state()
