@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.optim.named_shards import NamedShard, ShardReader
+from zeroshard.settings.engine import EngineSettings
 from zeroshard.zero.ema.average import Ema
-from zeroshard.zero.engine import Accumulate
-from zeroshard.zero.local_steps.settings import LocalSteps
-from zeroshard.zero.offload.settings import Offload
 
 
 @dataclass(frozen=True)
-class Setup:
-    """The arguments from which every strategy is built.
+class Setup(EngineSettings):
+    """The arguments from which every strategy is built; those of `EngineSettings` are for ZeRO strategies only.
 
     Attributes:
         model: the module to train. With ``init`` it may be on the meta device, if the strategy can allocate its
@@ -46,8 +44,7 @@ class Setup:
             then traverses the graph after each forward. Our strategies and FSDP2 do not need this.
         wire: further arguments of `zeroshard.zero.MixedPrecision`: the formats in which weights and gradients are
             communicated, if not in the dtype of computation (ZeRO strategies only).
-        shard_size, reduce_dtype, accumulate, prefetch, secondary_shard_size, local_steps, reproducible, offload: as in
-            `zeroshard.Zero` (ZeRO strategies only).
+        reduce_dtype, secondary_shard_size: as in `zeroshard.Zero` (ZeRO strategies only).
         ema_decay: decay of a moving average of the weights; None: no average.
     """
 
@@ -60,18 +57,12 @@ class Setup:
     compute_dtype: torch.dtype = torch.float32
     init: Callable[[str, Tensor], None] | None = None
     device: torch.device | None = None
-    shard_size: int | None = None
     reshard_after_forward: bool = True
     find_unused_parameters: bool = False
     ema_decay: float | None = None
     reduce_dtype: torch.dtype | None = None
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
     wire: Mapping[str, Any] = field(default_factory=dict)
     secondary_shard_size: int | None = None
-    local_steps: LocalSteps | None = None
-    reproducible: int | None = None
-    offload: Offload | None = None
 
 
 class Strategy(Protocol):

@@ -29,12 +29,7 @@ class ZeroStrategy:
             precision=MixedPrecision(param_dtype, setup.reduce_dtype, **setup.wire),
             init=setup.init,
             device=setup.device,
-            prefetch=setup.prefetch,
-            accumulate=setup.accumulate,
-            shard_size=setup.shard_size,
-            local_steps=setup.local_steps,
-            reproducible=setup.reproducible,
-            offload=setup.offload,
+            **setup.arguments,
         )
         self.model: nn.Module = setup.model
         self.comm: Communicator = zero.comm

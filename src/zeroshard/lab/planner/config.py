@@ -11,13 +11,10 @@ from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.price import parse_prices
 from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.settings import rules
-from zeroshard.settings.base import TILES, Config, Count, Tiles
-from zeroshard.settings.local_steps import LocalStepsConfig
-from zeroshard.settings.offload import OffloadConfig
+from zeroshard.settings.base import Count
+from zeroshard.settings.engine import EngineConfig
 from zeroshard.settings.sizes import parse_size
-from zeroshard.settings.tables import LoraConfig
-from zeroshard.settings.wire import WireConfig
-from zeroshard.train.config.model_section import ModelConfig
+from zeroshard.train.config.model_section import ModelTables
 from zeroshard.train.config.with_strategy import check_offload
 
 Question = Literal["none", "fewest-gpus", "longest-sequence"]
@@ -27,14 +24,9 @@ Question = Literal["none", "fewest-gpus", "longest-sequence"]
 warnings.filterwarnings("ignore", message='Field name "json" in "PlanConfig" shadows', category=UserWarning)
 
 
-class PlanConfig(Config):
+class PlanConfig(EngineConfig, ModelTables):
     """Settings of a plan: the training job, and the hardware to plan it for."""
 
-    model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
-    local_steps: LocalStepsConfig = LocalStepsConfig()
-    wire: WireConfig = WireConfig()
-    offload: OffloadConfig = OffloadConfig()
     gpus: int = Field(1, ge=1, le=999_999, description="GPUs, one rank each.")
     gpu: str = Field(
         "h100-80gb",
@@ -58,49 +50,17 @@ class PlanConfig(Config):
         "found it, else unknown.",
     )
     seq_len: int = Field(0, ge=0, description="Tokens of a sequence; 0: the longest of the model.")
-    sequence_parallel: int = Field(
-        1,
-        ge=1,
-        description="Consecutive GPUs that share each sequence: of tokens, and in attention of heads, a part each.",
-    )
-    tiles: Tiles = Field("none", description=TILES)
     global_batch: int = Field(
         0, ge=0, description="Sequences of a step over all GPUs, by accumulation; 0: one micro-batch of each."
     )
     micro_batch: int = Field(0, ge=0, description="Sequences of a GPU in one forward; 0: as many as fit.")
     stage: Literal["all", "0", "1", "2", "3"] = Field("all", description="ZeRO stage.")
-    shard_size: int = Field(0, ge=0, description="GPUs that share out training state; 0: all, and a node's.")
-    node_copy: int = Field(
-        0, ge=0, description="GPUs of a node that keep a second copy of stage 3's weights, for backward; 0: none."
-    )
-    reproducible: int = Field(
-        0,
-        ge=0,
-        description="The most GPUs that the run may ever have, a power of two: the same bits on any number. 0: off.",
-    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Type of forward and backward.")
-    matmul: Literal["dtype", "fp8"] = Field(
-        "dtype", description="Numbers that the blocks' linear layers multiply, as --matmul of a run."
-    )
-    reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
-        "master", description="Type in which gradients are reduced; master: float32."
-    )
     optimizer: str = Field(
         "adamw",
         min_length=1,
         description="Optimizer, as torch names it: adamw, sgd, muon, adafactor, ...; or adamw8bit, flash-adamw.",
     )
-    state_format: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32", description="How an optimizer of torch keeps its states between steps, as --state-format of a run."
-    )
-    accumulate: Literal["auto", "local", "sharded"] = Field(
-        "auto", description="How gradients of micro-batches accumulate; auto: the stage's default."
-    )
-    prefetch: int = Field(1, ge=0, description="Units whose weights are gathered ahead.")
-    reshard_after_forward: bool = Field(
-        True, description="Stage 3: free unsharded weights between forward and backward."
-    )
-    kernels: Literal["auto", "reference", "triton"] = Field("auto", description="Kernels of norms and loss.")
     impl: Literal["auto", "eager", "compile", "kernels"] = Field(
         "auto",
         description="How a GPU computes: eager, torch.compile of the model, or fused kernels; auto: as a run there "

@@ -48,7 +48,7 @@ def predict(job: Job) -> Planned:
     state = OPTIMIZER_STATES[job.optimizer]
     buffers = buffers_of(
         job.model,
-        job.shard_size,
+        job.num_sharding,
         job.model.units,
         precision=settings.precision,
         reproducible=job.reproducible,
@@ -89,10 +89,10 @@ def _settings(job: Job) -> Settings:
         accumulate=job.accumulate,
         prefetch=job.prefetch,
         # with local steps each replica steps alone
-        num_replicas=job.world_size // job.shard_size if job.local_steps is None else 1,
+        num_replicas=job.world_size // job.num_sharding if job.local_steps is None else 1,
         uniform_order=job.uniform_order,
         device_type=job.device_type,
-        rank=job.rank % job.shard_size,
+        rank=job.rank % job.num_sharding,
         agrees=True,
         reproducible=job.reproducible,
         offload=job.offload,
@@ -147,7 +147,7 @@ def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
 
 def _group_sizes(job: Job) -> list[int]:
     """Number of ranks of each group that the run's communicator is split into, and of the whole."""
-    num_shards, near, node = job.shard_size, job.row.secondary_shard_size, job.wire.get("node_size")
+    num_shards, near, node = job.num_sharding, job.row.secondary_shard_size, job.wire.get("node_size")
     found = [job.sequence_parallel, near or 1, *((1 if node == near else node, job.world_size // node) if node else ())]
     found += [num_shards, job.world_size // num_shards] if 1 < num_shards < job.world_size else []
     return [job.world_size, *found]
@@ -162,7 +162,7 @@ def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibratio
     link = calibration.link or NOBODY
     apart = Cluster(job.world_size, 1, link, link)
     outer_steps = outer_step_cost(buffers, job.local_steps, job.row, apart, calibration.device)
-    return outer_steps.added_to(_timing(step, calibration, job.shard_size)).step_s
+    return outer_steps.added_to(_timing(step, calibration, job.num_sharding)).step_s
 
 
 def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Device) -> float:
@@ -177,7 +177,7 @@ def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Devi
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
     """The collectives that the run counts: without those among one rank if replicas take local steps."""
-    counted = job.local_steps is None or job.world_size == job.shard_size
+    counted = job.local_steps is None or job.world_size == job.num_sharding
     return [
         Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in found if counted or m.world_size > 1
     ]
@@ -188,8 +188,8 @@ def _outer_steps(job: Job, buffers: list[Buffer]) -> dict[int, list[Sent]]:
     found: dict[int, list[Sent]] = {}
     for fragment in range(0 if job.local_steps is None else job.local_steps.fragments):
         assert job.local_steps is not None
-        whole = job.row.optim is not SHARD and job.shard_size > 1
-        num_replicas = job.world_size // job.shard_size
+        whole = job.row.optim is not SHARD and job.num_sharding > 1
+        num_replicas = job.world_size // job.num_sharding
         sent = outer_step_messages(buffers, job.local_steps, fragment, num_replicas, unsharded_masters=whole)
         found[fragment] = [
             Sent(m.op, m.num_bytes, f"{m.buffer}/{m.phase}", m.world_size) for m in sent if m.world_size > 1

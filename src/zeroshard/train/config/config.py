@@ -23,15 +23,13 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.base import SHORTHANDS, TILES, AutoSwitch, Config, Tiles
-from zeroshard.settings.local_steps import LocalStepsConfig
-from zeroshard.settings.offload import OffloadConfig
+from zeroshard.settings.base import SHORTHANDS, AutoSwitch
+from zeroshard.settings.engine import EngineConfig
 from zeroshard.settings.optimizer import OptimizerName, check_optimizer
 from zeroshard.settings.sizes import parse_nnodes
-from zeroshard.settings.tables import ContractConfig, LinkConfig, LoraConfig, OptimConfig, ProfileConfig, TrackConfig
-from zeroshard.settings.wire import WireConfig
+from zeroshard.settings.tables import ContractConfig, LinkConfig, OptimConfig, ProfileConfig, TrackConfig
 from zeroshard.train.config.data_section import DataConfig
-from zeroshard.train.config.model_section import ModelConfig
+from zeroshard.train.config.model_section import ModelTables
 from zeroshard.train.config.registered import CommName, StrategyName
 from zeroshard.train.config.with_strategy import check_local_steps_settings, check_offload, check_wire
 
@@ -43,19 +41,14 @@ WARMUP_STEPS = 20  # the default
 CompileBackend = Literal["inductor", "aot_eager", "eager"]
 
 
-class TrainConfig(Config):
-    """Settings of one training run. Validation fills in ``out`` if it is empty, so it is never empty afterwards."""
+class RunTables(ModelTables):
+    """Tables of a run that say nothing about the engine, and its strategy."""
 
-    model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     profile: ProfileConfig = ProfileConfig()
     plan: ContractConfig = ContractConfig()
     link: LinkConfig = LinkConfig()
-    local_steps: LocalStepsConfig = LocalStepsConfig()
-    wire: WireConfig = WireConfig()
-    offload: OffloadConfig = OffloadConfig()
     track: TrackConfig = TrackConfig()
 
     strategy: StrategyName = Field(
@@ -63,40 +56,11 @@ class TrainConfig(Config):
         description="How training state is spread over ranks: auto (the lowest stage that fits), "
         f"{', '.join(STRATEGIES)}, or module:name of your own.",
     )
-    shard_size: int = Field(
-        0,
-        ge=0,
-        description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all.",
-    )
-    node_copy: int = Field(
-        0,
-        ge=0,
-        description="zero3: consecutive ranks (a node's) that shard a second copy of the weights, from which backward "
-        "gathers; 0: none.",
-    )
-    sequence_parallel: int = Field(
-        1,
-        ge=1,
-        description="Consecutive ranks that share each sequence: a rank has a part of its tokens, and in attention a "
-        "part of its heads (Ulysses). A step has as many sequences as with that many fewer ranks.",
-    )
-    tiles: Tiles = Field("none", description=TILES)
-    reshard_after_forward: bool = Field(
-        True,
-        description="Free the unsharded weights between forward and backward; "
-        f"{' and '.join(strategies_with('frees_weights'))} alone may keep them.",
-    )
-    prefetch: int = Field(
-        1, ge=0, description="Units whose weights are gathered ahead of their use, where a stage frees them."
-    )
-    accumulate: Literal["auto", "local", "sharded"] = Field(
-        "auto",
-        description="How gradients of micro-batches accumulate: local (unsharded on each rank, one reduction), sharded "
-        "(each micro-batch is reduced at once), auto (the stage's default).",
-    )
-    reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
-        "master", description="Type in which gradients accumulate and are reduced; master: that of the master weights."
-    )
+
+
+class TrainConfig(EngineConfig, RunTables):
+    """Settings of one training run. Validation fills in ``out`` if it is empty, so it is never empty afterwards."""
+
     comm: CommName = Field(
         "auto",
         description=f"Backend of collectives: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of "
@@ -130,12 +94,6 @@ class TrainConfig(Config):
     global_batch_size: int = Field(
         0, ge=0, description="Sequences per optimizer step over all ranks; sets grad_accum_steps. 0: follows from them."
     )
-    reproducible: int = Field(
-        0,
-        ge=0,
-        description="The run has the same bits on 1, 2, 4, ... up to this many ranks, a power of two. A step has this "
-        "many micro-batches over all ranks, times grad_accum_steps. 0: off.",
-    )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
     optimizer: OptimizerName = Field(
@@ -143,11 +101,6 @@ class TrainConfig(Config):
         description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. "
         "flash-adamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
         "matrices, and AdamW for the rest.",
-    )
-    state_format: Literal["fp32", "bf16", "int8"] = Field(
-        "fp32",
-        description="How adamw keeps its states between steps: 8, 4 or 2.03 bytes a parameter, decoded for each step. "
-        "bf16, int8: rounded at random, for zeroshard's stages.",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of the mean gradient.")
     fused: bool = Field(True, description="The optimizer's fused kernel.")
@@ -181,9 +134,6 @@ class TrainConfig(Config):
         0.0, ge=0, lt=1, description="Decay of a moving average of the weights, evaluated too; 0: none."
     )
 
-    kernels: Literal["auto", "reference", "triton"] = Field(
-        "auto", description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch."
-    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Compute type; the master weights are float32. float16 scales the loss. auto: bfloat16 on a GPU "
@@ -191,11 +141,6 @@ class TrainConfig(Config):
     )
     tf32: bool = Field(
         False, description="Matrix products of float32 in TF32, on GPUs that have it: faster, and 10 bits of mantissa."
-    )
-    matmul: Literal["dtype", "fp8"] = Field(
-        "dtype",
-        description="Numbers that the blocks' linear layers multiply. fp8: 8 bits, with a scale for each row; "
-        "by torchao, on GPUs from sm_89 on, with bfloat16, best with compile.",
     )
     loss_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="float16: initial loss scale.")
     loss_scale_interval: int = Field(

@@ -11,6 +11,7 @@ from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.tables import LoraConfig
 
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings that only hf: models have
 
@@ -94,3 +95,10 @@ class ModelConfig(Config):
                 "choose n_kv_head so that n_head is a multiple of it",
             )
         return self
+
+
+class ModelTables(Config):
+    """Tables that say what is trained."""
+
+    model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()

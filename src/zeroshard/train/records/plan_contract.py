@@ -23,23 +23,22 @@ import torch
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.models import LanguageModel
 from zeroshard.models.sequence_parallel import LABEL as EXCHANGED
+from zeroshard.settings.engine import EngineSettings
 from zeroshard.train.links import Links
 from zeroshard.train.records.records import in_memory, is_on_disk
-from zeroshard.zero import LocalSteps, Offload, ShardingStrategy
-from zeroshard.zero.engine import Accumulate
+from zeroshard.zero import ShardingStrategy
 
 DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Job:
-    """The facts that a planner needs about one rank's part of a run."""
+class Job(EngineSettings):
+    """The facts that a planner needs about one rank's part of a run, beside what its engine is asked for."""
 
     model: LanguageModel  # on the meta device, with the run's kernels and activation checkpointing
     row: ShardingStrategy
     rank: int
     world_size: int
-    shard_size: int  # neighbouring ranks over which state is sharded
     compute_dtype: torch.dtype  # of forward and backward; the master weights are fp32
     num_micro: int  # micro-batches of each rank in a step
     micro_batch_size: int
@@ -53,16 +52,16 @@ class Job:
     links: Links | None = None  # slowed links, which the device's calibration does not include
     reduce_dtype: torch.dtype | None = None  # in which gradients accumulate and are reduced; None: fp32
     wire: Mapping[str, Any] = field(default_factory=dict)  # arguments of `zeroshard.zero.MixedPrecision`
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
-    local_steps: LocalSteps | None = None
-    reproducible: int | None = None
     sequence_parallel: int = 1  # ranks that share each sequence; ``seq_len`` is that of the whole one
-    offload: Offload | None = None
     optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
     free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
     ranks_per_node: int = 1  # which share the host
     backend: str = ""  # the run's communicator, as `zeroshard.comm.registry` names it; empty: a user's own
+
+    @property
+    def num_sharding(self) -> int:
+        """The number of neighbouring ranks over which state is sharded."""
+        return self.shard_size or self.world_size
 
 
 class Sent(NamedTuple):

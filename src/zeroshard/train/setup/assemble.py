@@ -33,6 +33,7 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.settings import rules
+from zeroshard.settings.engine import EngineSettings
 from zeroshard.settings.local_steps import LocalStepsConfig, check_num_replicas
 from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.optimizer import IN_8_BITS, WEIGHTS_IN_BF16
@@ -208,17 +209,12 @@ def sharded(
         compute_dtype=compute_dtype(config),
         init=(InitialValues(model) if draw else loaded_later) if from_meta else None,
         device=device,
-        shard_size=config.shard_size or None,
         reshard_after_forward=config.reshard_after_forward,
         ema_decay=config.ema_decay or None,
         reduce_dtype=reduce_dtype(config),
-        accumulate=None if config.accumulate == "auto" else config.accumulate,
-        prefetch=config.prefetch,
         wire=wire(config),
         secondary_shard_size=config.node_copy or None,
-        local_steps=local_steps(config.local_steps, len(model.units)),
-        reproducible=config.reproducible or None,
-        offload=offload(config, strategy_entry(config.strategy).stage, comm.world_size),
+        **engine_settings(config, strategy_entry(config.strategy).stage, comm.world_size, len(model.units)).arguments,
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -261,6 +257,15 @@ def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
         fragments=given.fragments,
         wire=wire,
     )
+
+
+def engine_settings(config: TrainConfig, stage: int, world_size: int, num_units: int) -> EngineSettings:
+    """What the engine is asked for at a stage, for a model of ``num_units`` units."""
+    sections = {
+        "local_steps": local_steps(config.local_steps, num_units),
+        "offload": offload(config, stage, world_size),
+    }
+    return EngineSettings(**config.as_asked, **sections)
 
 
 def offload(config: TrainConfig, stage: int, world_size: int) -> Offload | None:

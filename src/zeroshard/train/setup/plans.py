@@ -14,7 +14,7 @@ from zeroshard.settings.optimizer import IN_8_BITS
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import compute_dtype, local_steps, offload, reduce_dtype, wire
+from zeroshard.train.setup.assemble import compute_dtype, engine_settings, reduce_dtype, wire
 from zeroshard.train.setup.compiled import in_one_graph
 from zeroshard.train.setup.schedule import accumulation_steps
 from zeroshard.zero import STAGES
@@ -66,12 +66,9 @@ class Plans:
             ),
             rank=comm.rank,
             world_size=comm.world_size,
-            shard_size=config.shard_size or comm.world_size,
             compute_dtype=compute_dtype(config),
             reduce_dtype=reduce_dtype(config),
             wire=wire(config),
-            accumulate=None if config.accumulate == "auto" else config.accumulate,
-            prefetch=config.prefetch,
             num_micro=accumulation_steps(config, comm.world_size),
             micro_batch_size=config.micro_batch_size,
             seq_len=config.seq_len,
@@ -87,9 +84,7 @@ class Plans:
             calibration=config.plan.device,
             estimates=comm.rank == 0,  # only rank 0 reports estimates
             links=Links.of(config.link),
-            local_steps=local_steps(config.local_steps, len(self.model.units)),
-            reproducible=config.reproducible or None,
             sequence_parallel=config.sequence_parallel,
-            offload=offload(config, stage, comm.world_size),
             optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
+            **engine_settings(config, stage, comm.world_size, len(self.model.units)).arguments,
         )

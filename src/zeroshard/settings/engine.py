@@ -1,0 +1,120 @@
+"""What an engine is asked for, beside its model, its stage and its ranks: each setting once.
+
+`EngineConfig` has the settings as words say them: 0, "none" and "auto" leave a choice to the engine. Flags of
+`zeroshard train` and `zeroshard plan`, keys of files, axes of sweeps and the pages of the reference are made from its
+fields. `EngineSettings` has those that are arguments of `zeroshard.Zero` as it takes them, where None leaves a choice.
+Strategies and plans hold them, and hand them on together. docs/how-to/extend.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from zeroshard.settings.base import TILES, Config, Tiles
+from zeroshard.settings.local_steps import LocalStepsConfig
+from zeroshard.settings.offload import OffloadConfig
+from zeroshard.settings.wire import WireConfig
+
+if TYPE_CHECKING:
+    from zeroshard.zero.local_steps.settings import LocalSteps
+    from zeroshard.zero.offload.settings import Offload
+
+_LEFT_TO_THE_ENGINE = (0, "auto", "none", "master")
+
+
+class EngineConfig(Config):
+    """Settings of the engine and of how a model computes in it."""
+
+    local_steps: LocalStepsConfig = LocalStepsConfig()
+    wire: WireConfig = WireConfig()
+    offload: OffloadConfig = OffloadConfig()
+
+    shard_size: int = Field(
+        0,
+        ge=0,
+        description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all.",
+    )
+    node_copy: int = Field(
+        0,
+        ge=0,
+        description="zero3: consecutive ranks (a node's) that shard a second copy of the weights, from which backward "
+        "gathers; 0: none.",
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Consecutive ranks that share each sequence: a rank has a part of its tokens, and in attention a "
+        "part of its heads (Ulysses). A step has as many sequences as with that many fewer ranks.",
+    )
+    tiles: Tiles = Field("none", description=TILES)
+    reshard_after_forward: bool = Field(
+        True,
+        description="Free the unsharded weights between forward and backward; zero3 and fsdp2 alone may keep them.",
+    )
+    prefetch: int = Field(
+        1, ge=0, description="Units whose weights are gathered ahead of their use, where a stage frees them."
+    )
+    accumulate: Literal["auto", "local", "sharded"] = Field(
+        "auto",
+        description="How gradients of micro-batches accumulate: local (unsharded on each rank, one reduction), sharded "
+        "(each micro-batch is reduced at once), auto (the stage's default).",
+    )
+    reduce_dtype: Literal["master", "float32", "bfloat16", "float16"] = Field(
+        "master", description="Type in which gradients accumulate and are reduced; master: that of the master weights."
+    )
+    reproducible: int = Field(
+        0,
+        ge=0,
+        description="The run has the same bits on 1, 2, 4, ... up to this many ranks, a power of two. A step has this "
+        "many micro-batches over all ranks, times grad_accum_steps. 0: off.",
+    )
+    state_format: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32",
+        description="How adamw keeps its states between steps: 8, 4 or 2.03 bytes a parameter, decoded for each step. "
+        "bf16, int8: rounded at random, for zeroshard's stages.",
+    )
+    matmul: Literal["dtype", "fp8"] = Field(
+        "dtype",
+        description="Numbers that the blocks' linear layers multiply. fp8: 8 bits, with a scale for each row; "
+        "by torchao, on GPUs from sm_89 on, with bfloat16, best with compile.",
+    )
+    kernels: Literal["auto", "reference", "triton"] = Field(
+        "auto", description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch."
+    )
+
+    @property
+    def as_asked(self) -> dict[str, Any]:
+        """The plain settings that `EngineSettings` has too, as it has them: None where a choice is left."""
+        known = {each.name: each.default for each in fields(EngineSettings) if each.name not in _SECTIONS}
+        return {name: _or_none(getattr(self, name)) if known[name] is None else getattr(self, name) for name in known}
+
+    def num_groups(self, world_size: int) -> int:
+        """Return the number of groups of ranks that share sequences, each of which takes sequences of its own."""
+        return world_size // self.sequence_parallel
+
+
+_SECTIONS = ("local_steps", "offload")  # whose tables become objects of the engine
+
+
+def _or_none(value: Any) -> Any:
+    return None if value in _LEFT_TO_THE_ENGINE else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Arguments of `zeroshard.Zero`, which says what they mean."""
+
+    shard_size: int | None = None
+    prefetch: int = 1
+    accumulate: Literal["local", "sharded"] | None = None
+    reproducible: int | None = None
+    local_steps: LocalSteps | None = None
+    offload: Offload | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """These settings by name, as keyword arguments."""
+        return {each.name: getattr(self, each.name) for each in fields(EngineSettings)}
