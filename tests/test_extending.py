@@ -4,13 +4,20 @@ They are those of docs/how-to/extend.md, written into a module of the current fo
 """
 
 import importlib
+import inspect
+import os
+import shutil
+import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
 import forked
+import zeroshard
 from pages import ROOT, blocks_of
 from tiny_runs import events_of, summary_of, train_on
 from zeroshard import kernels
@@ -24,12 +31,15 @@ from zeroshard.kernels import OPERATIONS
 from zeroshard.kernels.launch import HAS_TRITON, INTERPRETED
 from zeroshard.models import PRESETS
 from zeroshard.parallel import STRATEGIES
+from zeroshard.settings.engine import EngineSettings
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.evaluation import Evaluation
 from zeroshard.train.records.records import Callback
 from zeroshard.train.setup.ranks import join
+from zeroshard.zero import Zero
 
+PACKAGE = Path(zeroshard.__file__).parent
 TABLES = (PRESETS, SOURCES, STRATEGIES, COMMUNICATORS, OPERATIONS)
 TRAIN = ["train", "--device", "cpu", "--max-steps", "4", "--warmup-steps", "1", "--eval-batches", "2"]
 TRAIN += ["--seq-len", "32", "--out", "mine"]
@@ -211,3 +221,86 @@ def test_all_ranks_end_a_run_if_one_wants_to_and_events_come_in_order(tiny_confi
     step = ["before_step", "on_update", "on_step"]
     assert events == ["on_start", *step, *step, "on_eval", "before_end", "on_checkpoint", "on_end", "close"]
     assert summary_of(config.out)["last_checkpoint_step"] == 2
+
+
+# file -> (a place of it, what stands there with the made-up setting `echo`): the steps of "A setting" on the page
+ECHO = {
+    "settings/engine.py": [
+        (
+            "    prefetch: int = Field(",
+            '    echo: int = Field(0, ge=0, le=9, description="How often it says hello.")\n    prefetch: int = Field(',
+        ),
+        ("    prefetch: int = 1\n", "    prefetch: int = 1\n    echo: int = 0\n"),
+    ],
+    "zero/engine.py": [
+        ("        prefetch: int = 1,\n", "        prefetch: int = 1,\n        echo: int = 0,\n"),
+        ("        self._accumulate = ", "        self.echo = echo\n        self._accumulate = "),
+    ],
+}
+USES_ECHO = """
+import sys, torch
+from zeroshard.cli.verbs.base import checked_settings
+from zeroshard.comm import LocalCommunicator
+from zeroshard.host.errors import UserError
+from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.run_plan import predict
+from zeroshard.lab.sweep.cases import SweepConfig, cases_of
+from zeroshard.settings.engine import EngineSettings
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.config.toml import load_config
+from zeroshard.train.setup.build import build_run
+
+words = "--echo 3 --device cpu --data synthetic --data.max-tokens 4000 --seq-len 16 --out made-up --max-steps 2"
+config = checked_settings(TrainConfig, {}, words.split(), "")
+assert checked_settings(PlanConfig, {}, ["--echo", "3"], "").echo == 3
+try:
+    checked_settings(TrainConfig, {}, ["--echo", "10"], "")
+except UserError as error:
+    print("refused:", error)
+jobs = []
+run = build_run(config, LocalCommunicator(), torch.device("cpu"), lambda job: jobs.append(job) or predict(job))
+run.close()
+assert run.strategy.zero.echo == 3 and [job.echo for job in jobs] == [3]
+assert load_config("made-up/config.toml").echo == 3 and run.config["echo"] == 3
+found = cases_of(SweepConfig(base={"data": "synthetic"}, axes={"echo": [1, 2]}, out="tried"))
+print("cases:", [case.config.echo for case in found])
+sys.path.insert(0, sys.argv[1])
+import reference
+print("lines:", sum(page.count("How often it says hello.") for page in reference.pages().values()))
+"""
+
+
+def test_a_made_up_setting_is_added_in_few_files(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "zeroshard", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in ECHO.items():
+        path = tmp_path / "zeroshard" / name
+        text = path.read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, f"{name}: {old}"
+            text = text.replace(old, new)
+        path.write_text(text)
+    command = [sys.executable, "-c", USES_ECHO, str(ROOT / "docs")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("refused:", "cases:", "lines:"))]
+    assert lines == ["refused: echo: 10 is above 9; give 9 or less", "cases: [1, 2]", "lines: 2"]
+    assert len(ECHO) <= 4
+
+
+def test_what_an_engine_is_asked_for_is_named_once():
+    """The record has the arguments of `Zero` with their defaults; flags that leave a choice open become None."""
+    engine = inspect.signature(Zero).parameters
+    assert {each.name: each.default for each in fields(EngineSettings)} == {
+        each.name: engine[each.name].default for each in fields(EngineSettings)
+    }
+    others = {"model", "stage", "units", "comm", "precision", "init", "device", "buffers", "secondary_shard_size"}
+    assert set(engine) - others == {each.name for each in fields(EngineSettings)}
+    assert TrainConfig().as_asked == {"prefetch": 1, "accumulate": None, "reproducible": None, "shard_size": None}
+    given = {"strategy": "zero3", "prefetch": 0, "accumulate": "local", "shard_size": 2}
+    assert TrainConfig(**given).as_asked == {
+        "prefetch": 0,
+        "accumulate": "local",
+        "reproducible": None,
+        "shard_size": 2,
+    }

@@ -35,7 +35,8 @@ class EngineConfig(Config):
     shard_size: int = Field(
         0,
         ge=0,
-        description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all.",
+        description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all; a plan "
+        "tries both.",
     )
     node_copy: int = Field(
         0,
@@ -104,15 +105,21 @@ def _or_none(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Arguments of `zeroshard.Zero`, which says what they mean."""
+class EngineChoices:
+    """Arguments of `zeroshard.Zero`, which says what they mean, and of `zeroshard.lab.planner.plan`."""
 
-    shard_size: int | None = None
     prefetch: int = 1
     accumulate: Literal["local", "sharded"] | None = None
     reproducible: int | None = None
-    local_steps: LocalSteps | None = None
     offload: Offload | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(EngineChoices):
+    """All of these arguments of `zeroshard.Zero`: also those of which a plan tries several."""
+
+    shard_size: int | None = None
+    local_steps: LocalSteps | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
