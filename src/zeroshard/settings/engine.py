@@ -9,10 +9,11 @@ Strategies and plans hold them, and hand them on together. docs/how-to/extend.md
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from zeroshard.settings import rules
 from zeroshard.settings.base import TILES, Config, Tiles
 from zeroshard.settings.local_steps import LocalStepsConfig
 from zeroshard.settings.offload import OffloadConfig
@@ -91,6 +92,33 @@ class EngineConfig(Config):
         """The plain settings that `EngineSettings` has too, as it has them: None where a choice is left."""
         known = {each.name: each.default for each in fields(EngineSettings) if each.name not in _SECTIONS}
         return {name: _or_none(getattr(self, name)) if known[name] is None else getattr(self, name) for name in known}
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        """Check the settings with each other, for trainer and planner alike."""
+        rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
+        if self.local_steps.on:
+            rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
+        if self.reproducible:
+            rules.check_reproducible("reproducible", self.reproducible)
+            wire = f"wire.{self.wire.given}" if self.wire.given else ""
+            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.sequence_parallel > 1}
+            rules.check_uncut("reproducible", self.reproducible, **parts)
+            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
+            rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
+        return self
+
+    def check_world(self, world_size: int) -> None:
+        """Raise UserError if ``world_size`` ranks do not divide into the groups that the settings ask for."""
+        rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, world_size)
+        if self.shard_size:
+            rules.check_shard_size(self.shard_size, world_size)
+        if self.reproducible:
+            rules.check_reproducible("reproducible", self.reproducible, world_size)
+        if self.node_copy:
+            rules.check_groups("node_copy", self.node_copy, self.shard_size or world_size)
+        if self.wire.node_size:
+            rules.check_groups("wire.node_size", self.wire.node_size, world_size)
 
     def num_groups(self, world_size: int) -> int:
         """Return the number of groups of ranks that share sequences, each of which takes sequences of its own."""

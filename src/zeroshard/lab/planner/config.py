@@ -102,7 +102,6 @@ class PlanConfig(EngineConfig, ModelTables):
             raise UserError(flag, what, "leave one of the two out")
         if self.wire.given and self.stage == "0":
             rules.check_wire(f"wire.{self.wire.given}", getattr(self.wire, self.wire.given), 0)
-        rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.wire.node_size and self.ask == "fewest-gpus":
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")

@@ -208,10 +208,8 @@ class TrainConfig(EngineConfig, RunTables):
         """Check every world size that ``nnodes`` (MIN:MAX) allows: an elastic run may lose or gain machines."""
         least, most = parse_nnodes(self.nnodes)
         for world in (nodes * max(1, self.nproc) for nodes in range(least, most + 1) if most > 1):
-            rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, world)
-            groups = world // self.sequence_parallel
-            if self.reproducible:
-                rules.check_reproducible("reproducible", self.reproducible, groups)
+            self.check_world(world)
+            groups = self.num_groups(world)
             if self.global_batch_size % (self.micro_batch_size * groups):
                 named = "ranks" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} ranks"
                 what = (
@@ -219,9 +217,12 @@ class TrainConfig(EngineConfig, RunTables):
                 )
                 todo = "change one of them, nproc or nnodes"
                 raise UserError("global_batch_size", f"{what} {named}, which nnodes = {self.nnodes} allows", todo)
-            if self.shard_size:
-                rules.check_shard_size(self.shard_size, world)
         return self
+
+    @property
+    def part_of_sequence(self) -> int:
+        """The tokens of a sequence that one rank has, of those that share it."""
+        return self.seq_len // self.sequence_parallel
 
     @property
     def from_weights(self) -> bool:
@@ -279,17 +280,7 @@ class TrainConfig(EngineConfig, RunTables):
         )
         check_wire(self.wire, self.strategy)
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
-        rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
-        if self.local_steps.on:
-            rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
-        if self.reproducible:
-            rules.check_reproducible("reproducible", self.reproducible)
-            wire = f"wire.{self.wire.given}" if self.wire.given else ""
-            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.sequence_parallel > 1}
-            rules.check_uncut("reproducible", self.reproducible, **parts)
-            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
-            rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.local_steps.on)):
             what = f"{self.strategy} does not shard with zeroshard's engine"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]
@@ -322,7 +313,7 @@ class TrainConfig(EngineConfig, RunTables):
         beside = {"lora.rank": self.lora.rank, "tiles": self.tiles != "none"}
         for field in (name for name, given in beside.items() if given):
             raise UserError("matmul", f"fp8 with {field}: adapters and tiles multiply in dtype", "leave one out")
-        num_tokens = self.micro_batch_size * self.seq_len // self.sequence_parallel
+        num_tokens = self.micro_batch_size * self.part_of_sequence
         if num_tokens % 16:
             what = f"fp8 with {num_tokens:,} tokens in a rank's micro-batch, and kernels need a multiple of 16"
             raise UserError("matmul", what, "change micro_batch_size or seq_len")

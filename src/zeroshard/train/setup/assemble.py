@@ -73,20 +73,8 @@ def check_adapters(config: TrainConfig) -> None:
 
 
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
-    """Raise UserError if ``world_size`` does not fit a setting that groups ranks.
-
-    These are ``sequence_parallel``, ``shard_size``, ``reproducible``, ``node_copy``, ``wire.node_size`` and
-    ``local_steps``.
-    """
-    rules.check_sequence_parallel("sequence_parallel", config.sequence_parallel, world_size)
-    if config.shard_size:
-        rules.check_shard_size(config.shard_size, world_size)
-    if config.reproducible:
-        rules.check_reproducible("reproducible", config.reproducible, world_size)
-    if config.node_copy:
-        rules.check_groups("node_copy", config.node_copy, config.shard_size or world_size)
-    if config.wire.node_size:
-        rules.check_groups("wire.node_size", config.wire.node_size, world_size)
+    """Raise UserError if ``world_size`` does not fit a setting that groups ranks."""
+    config.check_world(world_size)
     check_num_replicas(config.local_steps, config.shard_size, world_size, config.nnodes)
 
 

@@ -51,7 +51,7 @@ def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) ->
     meta = read_meta(folder)
     agree_on(comm, data_facts(meta))
     check_texts(folder, meta)
-    groups = comm.world_size // config.sequence_parallel
+    groups = config.num_groups(comm.world_size)
     batch = config.micro_batch_size * grad_accum_steps * groups  # rows of all ranks in a step
     least = {"train": batch if counts_all else 1, "val": 1}
 

@@ -51,7 +51,7 @@ def check_examples_apart(
     """
     setting = attention_boundary_setting(config)
     if setting and not model.keeps_examples_apart:
-        sizes = vocab_size, config.micro_batch_size, config.seq_len // config.sequence_parallel
+        sizes = vocab_size, config.micro_batch_size, config.part_of_sequence
         with nullcontext() if model.sequence is None else model.sequence.paused():
             require_apart(wrapped, setting, *sizes, device)
 

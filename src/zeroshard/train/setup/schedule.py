@@ -31,7 +31,7 @@ def schedule_of(config: TrainConfig, world_size: int) -> Schedule:
 
 def tokens_of_step(config: TrainConfig, world_size: int) -> int:
     """Return the number of tokens of all ranks in a step."""
-    at_once = config.micro_batch_size * (world_size // config.sequence_parallel)
+    at_once = config.micro_batch_size * config.num_groups(world_size)
     return at_once * accumulation_steps(config, world_size) * config.seq_len
 
 
@@ -41,8 +41,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
     Raises:
         UserError: ``global_batch_size`` is set and does not divide into micro-batches for all ranks.
     """
-    micro, rows, size = config.micro_batch_size, config.global_batch_size, config.sequence_parallel
-    groups = world_size // size  # of ranks that share sequences
+    micro, rows, groups = config.micro_batch_size, config.global_batch_size, config.num_groups(world_size)
     if config.reproducible:  # the number of sequences in a step does not depend on the number of ranks
         at_once = micro * config.reproducible
         if rows % at_once:
@@ -51,6 +50,7 @@ def accumulation_steps(config: TrainConfig, world_size: int) -> int:
         return (rows or at_once * config.grad_accum_steps) // (micro * groups)
     if not rows:
         return config.grad_accum_steps
+    size = world_size // groups
     named = f"{groups} ranks" if size == 1 else f"{groups} groups of {size} ranks that share sequences"
     if rows < groups:
         what = f"{rows} sequences cannot feed {named}"
