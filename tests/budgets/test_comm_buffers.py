@@ -41,8 +41,8 @@ def _kept(_, stage, width, shard_size):
 )
 def test_buffers_of_communicators_are_as_planned(gloo_ranks, world_size, shard_size, stage, width):
     with torch.device("meta"):
-        facts = _model(width), STAGES[stage], 0, world_size, shard_size, torch.float32, 1, ROWS, SEQ_LEN
-    how = {"uniform_order": True, "device_type": "cpu", "estimates": False}
+        facts = _model(width), STAGES[stage], 0, world_size, torch.float32, 1, ROWS, SEQ_LEN
+    how = {"uniform_order": True, "device_type": "cpu", "estimates": False, "shard_size": shard_size}
     planned = {name: predict(Job(*facts, backend=name, **how)).comm_bytes for name in (*BACKENDS, "torch")}
     assert planned.pop("torch") is None
     given = stage, width, shard_size if shard_size < world_size else None

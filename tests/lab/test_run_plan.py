@@ -56,7 +56,7 @@ def test_on_a_cpu_the_engines_hooks_take_time_for_each_parameter():
 
 
 def _job(**changes):
-    job = Job(_model(), STAGES[2], 1, 2, 2, torch.float32, 2, 1, 8, uniform_order=True, device_type="cpu")
+    job = Job(_model(), STAGES[2], 1, 2, torch.float32, 2, 1, 8, uniform_order=True, device_type="cpu")
     return replace(job, **changes)
 
 

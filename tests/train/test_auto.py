@@ -39,7 +39,7 @@ sys.exit(cli.main(["train", "--nproc", "2", *sys.argv[1:]]))
 
 
 JOBS = {
-    stage: Job(torch.nn.Module(), row, 0, 2, 2, torch.float32, 1, 1, 8, uniform_order=True, device_type="cpu")
+    stage: Job(torch.nn.Module(), row, 0, 2, torch.float32, 1, 1, 8, uniform_order=True, device_type="cpu")
     for stage, row in STAGES.items()
 }
 
