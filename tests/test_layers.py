@@ -94,3 +94,19 @@ def test_every_public_name_is_there_and_another_is_an_attribute_error():
     assert set(zeroshard.__all__) <= set(dir(zeroshard))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         zeroshard.Nothing  # noqa: B018
+
+
+# How far the name of a setting spreads: the most files that contain it. A setting that is handed on by name from one
+# function to the next is a row here that grows; `settings/engine.py` says how it is handed on instead.
+MOST_FILES = {"offload": 61, "sequence_parallel": 45, "reproducible": 45, "shard_size": 42}
+
+
+def test_names_of_settings_do_not_spread():
+    texts = [path.read_text(encoding="utf-8") for path in trees()]
+    found = {name: sum(bool(re.search(rf"\b{name}\b", text)) for text in texts) for name in MOST_FILES}
+    assert {name: count for name, count in found.items() if count > MOST_FILES[name]} == {}
+
+
+def test_the_trainer_stays_within_its_lines():
+    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in (PACKAGE / "train").rglob("*.py")]
+    assert sum(lines) <= 8_050

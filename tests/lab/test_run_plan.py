@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zeroshard.comm.links import Links
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_plan import behind, predict, predicted_step
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration, write_calibration
 from zeroshard.models import build_model
 from zeroshard.settings.tables import LinkConfig
-from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job
 from zeroshard.zero import STAGES
 

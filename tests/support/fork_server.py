@@ -41,7 +41,7 @@ PRELOADED += [
     "zeroshard.train.setup.prepare_data",
 ]
 PRELOADED += ["zeroshard.integrations.hf_export", "zeroshard.integrations.hf_import"]
-PRELOADED += ["zeroshard.train.state.checkpoint_command", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
+PRELOADED += ["zeroshard.cli.checkpoints", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
 PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
 PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.cli.doctor", "zeroshard.cli"]
 PRELOADED += ["zeroshard.lab.report.png", "torch._functorch.partitioners", "networkx"]  # what collecting imports too

@@ -23,6 +23,7 @@ from torch import Tensor
 from zeroshard import checkpoint
 from zeroshard.checkpoint.consolidated import verified_manifest
 from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.read_as import MergedWeights, transposed_weights
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.data import Tokenizer
 from zeroshard.data.portable import portable
@@ -48,7 +49,6 @@ from zeroshard.train.setup.assemble import lora_of, model_overrides
 from zeroshard.train.setup.hugging_face import kept_folder
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
-from zeroshard.train.state.read_as import MergedWeights, transposed_weights
 from zeroshard.train.state.saved_run import newest_checkpoint
 from zeroshard.zero.ema.average import EMA
 

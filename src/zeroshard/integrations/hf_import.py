@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from zeroshard.checkpoint.hf_weight_reader import tensors_of
 from zeroshard.checkpoint.streamed_safetensors import drafted
 from zeroshard.data.chat_templates import TEMPLATE_FILES
 from zeroshard.data.meta import read_meta, write_meta
@@ -24,7 +25,6 @@ from zeroshard.train.config.command_settings import ImportConfig
 from zeroshard.train.config.data_section import UNNAMED, DataConfig
 from zeroshard.train.setup.assemble import model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
-from zeroshard.train.state.hf_weight_reader import tensors_of
 
 _SEQ_LEN = 1024  # largest sequence length in the run's configuration
 

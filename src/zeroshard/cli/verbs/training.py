@@ -200,8 +200,8 @@ def written(out: str, write: Callable[[], int]) -> int:
 
 
 def look_at_checkpoints(config: None, words: Sequence[str]) -> int:
-    """Run `zeroshard checkpoint`: prints the output of `zeroshard.train.state.checkpoint_command`."""
-    from zeroshard.train.state.checkpoint_command import run_checkpoint
+    """Run `zeroshard checkpoint`: prints the output of `zeroshard.cli.checkpoints`."""
+    from zeroshard.cli.checkpoints import run_checkpoint
 
     return run_checkpoint(words)
 

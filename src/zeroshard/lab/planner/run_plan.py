@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from zeroshard.comm.links import Links
 from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.run_fraction import chosen_fraction, trace_of
@@ -25,7 +26,6 @@ from zeroshard.lab.predict.traffic import collectives, flows_of
 from zeroshard.models import LanguageModel
 from zeroshard.models.inputs_on_host import CATEGORY
 from zeroshard.models.sequence_parallel import LABEL
-from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.read_as import WeightsAlone
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.comm.agree import first_rank_does
 from zeroshard.data import EvalBatches, Tokenizer, load_tokenizer, read_meta
@@ -48,7 +49,6 @@ from zeroshard.train.setup.numerics import choose_device
 from zeroshard.train.setup.prepare_data import data_folder, prepare_data
 from zeroshard.train.setup.ranks import join
 from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
-from zeroshard.train.state.read_as import WeightsAlone
 
 MOST_EXPONENT = 709.0  # the exponential of a larger number overflows a double
 

@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from zeroshard.comm import CONTROL, CommRecord
+from zeroshard.comm.links import Links
 from zeroshard.models import LanguageModel
 from zeroshard.models.sequence_parallel import LABEL as EXCHANGED
 from zeroshard.settings.engine import EngineSettings
-from zeroshard.train.links import Links
 from zeroshard.train.records.records import in_memory, is_on_disk
 from zeroshard.zero import ShardingStrategy
 

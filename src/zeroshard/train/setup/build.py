@@ -19,6 +19,7 @@ import torch
 from zeroshard import checkpoint
 from zeroshard.comm import Communicator, ObservedCommunicator
 from zeroshard.comm.agree import first_rank_does, largest
+from zeroshard.comm.links import Links
 from zeroshard.comm.wrappers.stopwatch import Stopwatch
 from zeroshard.host.launch.environment import World, num_restarts, world_from_env
 from zeroshard.kernels import describe
@@ -28,7 +29,6 @@ from zeroshard.optim import LossScaler, learning_rate
 from zeroshard.parallel.zero import ZeroStrategy
 from zeroshard.settings.local_steps import early_momentum, steps_after_last_outer_step
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.links import Links
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.step_guard import StepGuard
 from zeroshard.train.profiling.flops import Speed, peak_bf16_flops_per_s

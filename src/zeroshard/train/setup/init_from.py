@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.hf_weight_reader import reader_of
 from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement
 from zeroshard.data.meta import DataMeta
@@ -38,8 +40,6 @@ from zeroshard.train.setup.assemble import lora_of, model_table
 from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
-from zeroshard.train.state.hf_weight_reader import reader_of
-from zeroshard.train.state.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
 from zeroshard.train.state.saved_run import saved_run
 
 

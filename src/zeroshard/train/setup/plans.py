@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroshard.comm import Communicator
+from zeroshard.comm.links import Links
 from zeroshard.comm.registry import name_of
 from zeroshard.models import LanguageModel
 from zeroshard.parallel import strategy_entry
 from zeroshard.settings.optimizer import IN_8_BITS
 from zeroshard.train.config.config import TrainConfig
-from zeroshard.train.links import Links
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
 from zeroshard.train.setup.assemble import compute_dtype, engine_settings, reduce_dtype, wire
 from zeroshard.train.setup.compiled import in_one_graph

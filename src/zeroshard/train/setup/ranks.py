@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroshard.comm import BlockingCommunicator, Communicator, LocalCommunicator
+from zeroshard.comm.links import Links
 from zeroshard.comm.registry import COMMUNICATORS, comm_entry
 from zeroshard.comm.rendezvous import meet_alike
 from zeroshard.comm.shm.mapped import CAN_SHARE
@@ -19,7 +20,6 @@ from zeroshard.host.launch.environment import World
 from zeroshard.host.launch.process_group import init_process_group, shutdown
 from zeroshard.host.launch.rank_exit import end_as_peer_lost
 from zeroshard.parallel import strategy_entry
-from zeroshard.train.links import Links
 
 
 class Joined(NamedTuple):

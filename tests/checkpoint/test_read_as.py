@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from same_results import Saved
+from zeroshard.checkpoint.read_as import MergedWeights
 from zeroshard.host.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of
-from zeroshard.train.state.read_as import MergedWeights
 
 NAME = "block.weight"  # [out, in] = [4, 3]
 A, B = adapters_of(adapted_name(NAME))

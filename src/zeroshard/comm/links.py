@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.comm import Communicator, Link, RingCommunicator, ThrottledCommunicator
+from zeroshard.comm.base import Communicator
 from zeroshard.comm.probe import probe, why_not_comparable
+from zeroshard.comm.ring.ring import RingCommunicator
 from zeroshard.comm.shm.shm import ranks_share_host
+from zeroshard.comm.wrappers.throttle import Link, ThrottledCommunicator
 from zeroshard.host.errors import UserError
 from zeroshard.host.launch.environment import World, enter_node
 from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size

@@ -10,6 +10,7 @@ A model with the merged weights computes the same without adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from zeroshard.host.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
 from zeroshard.optim.named_shards import MODEL_KINDS, NamedShard, ShardReader
 from zeroshard.optim.state_conversion import FullWeights
-from zeroshard.parallel import Strategy
 from zeroshard.zero.ema.average import EMA
+
+if TYPE_CHECKING:
+    from zeroshard.parallel import Strategy
 
 
 class WeightsAlone:
