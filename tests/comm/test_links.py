@@ -8,12 +8,11 @@ import torch
 
 import forked
 from tiny_runs import events_of, summary_of
-from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator
+from zeroshard.comm import Link, LocalCommunicator, NullCommunicator, ThrottledCommunicator, links
 from zeroshard.comm.links import Links
 from zeroshard.host.errors import UserError
 from zeroshard.host.launch.environment import World
 from zeroshard.settings.tables import LinkConfig
-from zeroshard.train import links
 
 CPU = torch.device("cpu")
 
