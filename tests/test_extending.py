@@ -242,7 +242,9 @@ import sys, torch
 from zeroshard.cli.verbs.base import checked_settings
 from zeroshard.comm import LocalCommunicator
 from zeroshard.host.errors import UserError
+from zeroshard.lab.planner.command import arguments
 from zeroshard.lab.planner.config import PlanConfig
+from zeroshard.lab.planner.request import Request
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.sweep.cases import SweepConfig, cases_of
 from zeroshard.settings.engine import EngineSettings
@@ -252,7 +254,7 @@ from zeroshard.train.setup.build import build_run
 
 words = "--echo 3 --device cpu --data synthetic --data.max-tokens 4000 --seq-len 16 --out made-up --max-steps 2"
 config = checked_settings(TrainConfig, {}, words.split(), "")
-assert checked_settings(PlanConfig, {}, ["--echo", "3"], "").echo == 3
+assert arguments(checked_settings(PlanConfig, {}, ["--echo", "3"], ""))["echo"] == Request(echo=3).echo == 3
 try:
     checked_settings(TrainConfig, {}, ["--echo", "10"], "")
 except UserError as error:

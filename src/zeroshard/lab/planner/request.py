@@ -12,7 +12,6 @@ from torch import nn
 
 from zeroshard.host.errors import UserError
 from zeroshard.kernels import Choice
-from zeroshard.lab.predict.actions import Accumulate
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
@@ -23,16 +22,17 @@ from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, pr
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
 from zeroshard.settings import rules
+from zeroshard.settings.engine import EngineChoices
 from zeroshard.settings.sizes import parse_size
 from zeroshard.train.profiling.devices import FP8
-from zeroshard.zero import MixedPrecision, Offload
+from zeroshard.zero import MixedPrecision
 from zeroshard.zero.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(EngineChoices):
     """The keyword arguments of `plan` and `planner_for` besides the model.
 
     Attributes:
@@ -86,7 +86,6 @@ class Request:
     gpus_per_node: int = 8
     host_memory: str | None = None
     node_copy: int | None = None
-    reproducible: int | None = None
     global_batch: int | None = None
     seq_len: int | None = None
     sequence_parallel: int = 1
@@ -96,8 +95,6 @@ class Request:
     wire: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     optimizer: str = "adamw"
     state_format: str = "fp32"
-    accumulate: Accumulate | None = None
-    prefetch: int = 1
     reshard_after_forward: bool = True
     kernels: Choice = "auto"
     impl: Impl | None = None
@@ -109,7 +106,6 @@ class Request:
     units: UnitChoice | None = None
     inputs: Callable[[int], tuple[Any, ...]] | None = None
     overrides: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    offload: Offload | None = None
     autocast: bool = False
 
     def __post_init__(self) -> None:
