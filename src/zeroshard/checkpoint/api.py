@@ -36,6 +36,7 @@ from zeroshard.comm import Communicator, PeerError
 from zeroshard.comm.agree import agreement, first_message, send_bytes
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.host.errors import UserError
+from zeroshard.host.regular_files import write_inside
 from zeroshard.optim.named_shards import NamedShard, ShardReader
 
 
@@ -288,7 +289,7 @@ def write_rank(
         for key, shard in by_key.items()
     ]
     note = {"file": file, "entry": asdict(written.file), "tensors": [asdict(entry) for entry in entries]}
-    store.write_text(_rank_manifest_path(folder, comm.rank), json.dumps(note))
+    write_inside(folder, _rank_manifest_path(folder, comm.rank).name, json.dumps(note))
 
 
 def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None) -> None:
@@ -318,7 +319,7 @@ def finish(path: Path, facts: Facts, progress: Callable[[], None] = lambda: None
         facts.step, facts.world_size, files, tensors, facts.extra, versions, facts.param_groups, facts.tied
     )
     manifests.check(manifest)
-    store.write_text(folder / MANIFEST, manifests.dump(manifest))
+    write_inside(folder, MANIFEST, manifests.dump(manifest))
     progress()
     store.commit(path)
     progress()

@@ -145,15 +145,6 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadat
     return len(head).to_bytes(8, "little") + head
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file and flush it to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with os.fdopen(open_regular(path, flags, follow=False), "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def begin(path: Path) -> Path:
     """Create the empty temporary folder beside ``path``, after clearing what an interrupted save left there."""
     target, aside = temporary(path), _aside(path)

@@ -7,15 +7,13 @@ DIR/train/ends.bin           one little-endian int64 per example: the position o
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroshard.data.examples.encode import Encoded
-from zeroshard.data.meta import COUNTS, ENDS, DataMeta, ExamplesMeta, read_meta
+from zeroshard.data.meta import COUNTS, ENDS, DataMeta, ExamplesMeta, read_meta, sha256_of
 from zeroshard.data.tokens import TokenDataset, TokenWriter, check_sha256, check_size
 from zeroshard.host.errors import UserError
 
@@ -35,11 +33,8 @@ class ExampleWriter:
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:
         self.tokens = TokenWriter(folder, split, dtype, shard_tokens)
         self.num_examples = self._num_counted = 0
-        self._files: tuple[BinaryIO, BinaryIO] = (
-            (folder / split / COUNTS).open("wb"),
-            (folder / split / ENDS).open("wb"),
-        )
-        self._hashes = hashlib.sha256(), hashlib.sha256()
+        self._paths = folder / split / COUNTS, folder / split / ENDS
+        self._files = tuple(path.open("wb") for path in self._paths)
 
     def close(self) -> None:
         """Close the files, however the preparation ended."""
@@ -51,11 +46,8 @@ class ExampleWriter:
         """Append one example."""
         self.tokens.write(example.ids)
         ends = np.array([self.tokens.num_tokens], dtype=_END)
-        for file, digest, values in zip(
-            self._files, self._hashes, (example.counts.astype(np.uint8), ends), strict=True
-        ):
+        for file, values in zip(self._files, (example.counts.astype(np.uint8), ends), strict=True):
             file.write(values.tobytes())
-            digest.update(values.tobytes())
         self.num_examples += 1
         self._num_counted += int(example.counts.sum())
 
@@ -63,8 +55,7 @@ class ExampleWriter:
         """Close the files and return their description."""
         for file in self._files:
             file.close()
-        counts, ends = (digest.hexdigest() for digest in self._hashes)
-        return ExamplesMeta(self.num_examples, self._num_counted, counts, ends)
+        return ExamplesMeta(self.num_examples, self._num_counted, *map(sha256_of, self._paths))
 
 
 class Examples:
