@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm import NullCommunicator, current_label, streams
 from zeroshard.comm.base import DONE, own_group
+from zeroshard.zero.frozen_formats import coded
 from zeroshard.zero.transport import wire
 
 
@@ -324,9 +325,11 @@ def on_device(monkeypatch: Any, device: HazardDevice) -> None:
     """Have engines take this device's streams for CPU tensors."""
     made = streams.DeviceStreams(torch.device("cpu"), device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
-    monkeypatch.setattr(wire, "record_read", device.record_stream)
-    for name, (reads, writes) in KERNELS.items():
-        monkeypatch.setattr(wire, name, _told(device, name, getattr(wire, name), reads, writes))
+    for module in (wire, coded):
+        monkeypatch.setattr(module, "record_read", device.record_stream)
+        for name, (reads, writes) in KERNELS.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, _told(device, name, getattr(module, name), reads, writes))
 
 
 # The references run past a dispatch mode, by whole tensors, as kernels do: which arguments each reads and writes.

@@ -62,6 +62,7 @@ class Case:
     secondary: int | None = None
     node_size: int | None = None
     reproducible: int | None = None
+    frozen: str | None = None
 
 
 class _Later:
@@ -104,6 +105,8 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
     plant(monkeypatch)
     comm = HazardCommunicator(device, 4, rank=1, inline=case.inline)
     model = Net(4, block=lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)), path=PATHS[case.path])
+    for block in model.blocks:
+        block[0].weight.requires_grad_(case.frozen is None)
     dtype = torch.bfloat16 if case.bfloat16 else None
     precision = MixedPrecision(param_dtype=dtype, gather=case.wire, reduce=case.wire, node_size=case.node_size)
     monkeypatch.setattr(precision_module, "EXACT_NUMEL", WIDTH)
@@ -119,6 +122,7 @@ def _train(case, monkeypatch, plant=lambda monkeypatch: None):
             shard_size=case.shard_size,
             secondary_shard_size=case.secondary,
             reproducible=case.reproducible,
+            frozen_format=case.frozen,
         )
         device.watch(zero)
         optim = zero.optimizer(torch.optim.AdamW, lr=1e-3, foreach=False)
@@ -196,6 +200,14 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     if case.shard_size is not None:
         case = replace(case, node_size=None)
     _train(case, monkeypatch)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_codes_are_decoded_once_they_are_there_and_their_memory_is_free(stage, path, monkeypatch):
+    """`_train` raises `Hazard` if not."""
+    prefetch = list(PATHS).index(path) % 3
+    _train(Case(stage, prefetch, 2, path=path, bfloat16=True, evaluates=stage == 3, frozen="nf4"), monkeypatch)
 
 
 # -- what is not waited for ---------------------------------------------------------------------------------------

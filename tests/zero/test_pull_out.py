@@ -40,6 +40,18 @@ ATTACHED = {
         ("zero/engine.py", "from zeroshard.zero.ema.average import Ema\n", ""),
         ("zero/engine.py", "from zeroshard.zero.ema.observer import attached\n", ""),
     ],
+    "zero/frozen_formats": [  # an argument of `Zero` that attaches itself
+        (
+            "zero/engine.py",
+            "from zeroshard.zero.frozen_formats.settings import frozen_format_of\n",
+            "frozen_format_of = lambda given: None\n",
+        ),
+        (
+            "zero/__init__.py",
+            "    from zeroshard.zero.frozen_formats.settings import FrozenFormat as FrozenFormat\n",
+            "",
+        ),
+    ],
     "zero/state_formats": [
         (
             "zero/stepping/engine_optimizers.py",

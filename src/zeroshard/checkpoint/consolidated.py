@@ -27,7 +27,7 @@ from zeroshard.checkpoint.store import TORCH_DTYPES
 from zeroshard.checkpoint.streamed_safetensors import StreamedTensor, drafted, intervals, write_streamed
 from zeroshard.checkpoint.verify import damages
 from zeroshard.optim.classes.plain_states import nested
-from zeroshard.optim.named_shards import OUTER_KINDS, is_of_optimizer, is_of_replica
+from zeroshard.optim.named_shards import OUTER_KINDS, SCALAR_KINDS, is_of_optimizer, is_of_replica
 from zeroshard.zero.ema.average import EMA
 
 _METADATA = {"format": "pt"}
@@ -95,9 +95,11 @@ def _read(reader: CheckpointReader, entry: TensorEntry) -> Tensor:
 def _of_one_process(manifest: Manifest) -> list[TensorEntry]:
     """Return the entries that a single-process run would have.
 
-    This leaves out the state of the outer optimizer of replicas, and the state of single replicas.
+    This leaves out the state of the outer optimizer of replicas, the state of single replicas, and what is of the
+    engine's own: numbers of roundings, digests of frozen weights.
     """
-    return [entry for entry in manifest.tensors if entry.kind not in OUTER_KINDS and not is_of_replica(entry.name)]
+    others = OUTER_KINDS | SCALAR_KINDS
+    return [entry for entry in manifest.tensors if entry.kind not in others and not is_of_replica(entry.name)]
 
 
 def _write_and_map(reader: CheckpointReader, manifest: Manifest, out: Path) -> dict[tuple[str, str], Tensor]:

@@ -22,9 +22,10 @@ from zeroshard.host.torch_internals import not_saved, own_buffers, own_parameter
 # Kinds of state that replicas with local steps have beside their weights: see `zeroshard.zero.local_steps.checkpoints`.
 OUTER_KINDS = frozenset({"global", "outer_momentum", "outer_steps"})
 ROUNDING = "rounding_step"  # the step for which gradients in a wire format are rounded next
+FROZEN = "frozen_digest"  # of a frozen parameter that is kept as codes, in place of its values
 # Every other kind is a state of an optimizer.
-MODEL_KINDS = frozenset({"param", "buffer", "ema", ROUNDING}) | OUTER_KINDS
-SCALAR_KINDS = frozenset({ROUNDING, "outer_steps"})  # those of `MODEL_KINDS` of one number
+MODEL_KINDS = frozenset({"param", "buffer", "ema", ROUNDING, FROZEN}) | OUTER_KINDS
+SCALAR_KINDS = frozenset({ROUNDING, FROZEN, "outer_steps"})  # those of `MODEL_KINDS` of one number
 _REPLICA = "@replica"  # part of the name of state that only one replica has
 _OPTIMIZER = "@optimizer"  # part of the name of state of no parameter
 

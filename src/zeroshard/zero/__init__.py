@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
     from zeroshard.zero.engine import Zero as Zero
+    from zeroshard.zero.frozen_formats.settings import FrozenFormat as FrozenFormat
     from zeroshard.zero.local_steps.outer_steps import OuterStep as OuterStep
     from zeroshard.zero.local_steps.outer_steps import OuterSteps as OuterSteps
     from zeroshard.zero.local_steps.outer_steps import ReplicaDivergedError as ReplicaDivergedError

@@ -110,6 +110,14 @@ class Away(Protocol):
         ...
 
 
+class Coded(Protocol):
+    """Keeps frozen weights as codes: `zeroshard.zero.FrozenFormat` does."""
+
+    def members(self, specs: Sequence[UnitSpec], others: Sequence[Members]) -> Sequence[Members]:
+        """For units, the root first: each one's members, instead of the others."""
+        ...
+
+
 def placed(
     offload: Any,
     strategy: ShardingStrategy,
@@ -141,10 +149,12 @@ def build_units(
     init: Init | None,
     device: torch.device | str | None,
     away: Away | None = None,
+    coded: Coded | None = None,
 ) -> tuple[Unit, list[Unit]]:
     """Return the root unit and the others, with initial weights; the model gets rank 0's buffers. Collective.
 
-    Arguments and errors are those of `zeroshard.Zero`; ``away``: makes the units whose state is off the device.
+    Arguments and errors are those of `zeroshard.Zero`; ``away`` makes the units whose state is off the device,
+    ``coded`` those of which frozen weights are kept as codes.
     """
     check_wire(strategy, precision)
     _check_lookups(model, rank_groups)
@@ -163,7 +173,8 @@ def build_units(
     all_specs = [root_spec, *specs]
     kept = kept_params(model, precision)
     numels = [sum(param.numel() for _, param in spec.params) for spec in all_specs]
-    members = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
+    members: Sequence[Members] = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
+    members = members if coded is None else coded.members(all_specs, members)
 
     def build(spec: UnitSpec, own: Members) -> Unit:
         groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own, kept)

@@ -32,6 +32,7 @@ from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.ema.observer import attached
+from zeroshard.zero.frozen_formats.settings import frozen_format_of
 from zeroshard.zero.kept_modules import cast_around
 from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
@@ -46,6 +47,7 @@ from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 from zeroshard.zero.unit_choice import UnitChoice
 
 if TYPE_CHECKING:
+    from zeroshard.zero.frozen_formats.settings import FrozenFormat
     from zeroshard.zero.local_steps.outer_steps import OuterSteps
     from zeroshard.zero.local_steps.settings import LocalSteps
     from zeroshard.zero.offload.settings import Offload
@@ -87,6 +89,9 @@ class Zero(Engine):
         reproducible: compute the same bits on 1, 2, 4, ... up to this many ranks, a power of two. Each step must add up
             this many micro-batches, or a multiple, over all ranks. See `zeroshard.zero.transport.exact_sums`.
         offload: which state leaves the device, for memory of the host or a file; see `zeroshard.zero.Offload`.
+        frozen_format: keep the matrices of units that are frozen now in 4 or 8 bits, and decode a unit for each use:
+            ``"nf4"``, ``"int8"``, ``"int4"``, ``"e4m3"``, or a `zeroshard.zero.FrozenFormat`. Checkpoints then have a
+            digest of these in place of their values.
 
     Attributes:
         rank_groups: the ranks that shard together, and those that hold the same shard.
@@ -125,6 +130,7 @@ class Zero(Engine):
         secondary_shard_size: int | None = None,
         reproducible: int | None = None,
         offload: Offload | None = None,
+        frozen_format: str | FrozenFormat | None = None,
     ) -> None:
         comm = communicator(comm, device=construction.device_of(model, device))
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
@@ -133,7 +139,8 @@ class Zero(Engine):
             self.strategy = construction.row_of(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
-            others = {**checked, "offload": offload}
+            coded = frozen_format_of(frozen_format)
+            others = {**checked, "offload": offload, "frozen_format": coded}
             how = prefetch, shard_size, buffers, others
             compared += construction.described(model, self.strategy, self.precision, *how)
             away = construction.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
@@ -145,7 +152,7 @@ class Zero(Engine):
         on_meta = [param for param in model.parameters() if param.is_meta]
         rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
         root, others = construction.build_units(
-            model, units, self.strategy, rank_groups, self.precision, init, device, away
+            model, units, self.strategy, rank_groups, self.precision, init, device, away, coded
         )
         module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
         self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)

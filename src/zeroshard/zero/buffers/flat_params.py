@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import empty_for
 from zeroshard.host.torch_internals import storage_id
+from zeroshard.optim.named_shards import NamedShard, ShardReader, require_shape
 from zeroshard.settings.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.buffers.initial import initial_values
@@ -86,12 +87,14 @@ class FlatParams(Weights):
     Attributes:
         changes: finds what a user has written into the parameters, or assigned to them.
         absent: those that have left the model, as far as `take_names` has noticed.
+        has_pieces: whether ranks have pieces of them, which a checkpoint has; else it has a digest.
         reads: is told when the parameters' values become stale or freed, and when they are current again.
     """
 
     layout: FlatLayout
     reads: Reads = Reads()
     absent: frozenset[nn.Parameter] = frozenset()
+    has_pieces = True
 
     def __init__(
         self,
@@ -175,6 +178,21 @@ class FlatParams(Weights):
         self.master = empty_for(self.comm, self.master.numel(), self.dtype, self.master.device).copy_(self.master)
         self._aliased, self._written_at = False, self._streams.mark()
         return True
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def beside_values(self, rank: int) -> Iterable[NamedShard]:
+        """What the checkpoint's part of this rank of the shard group has beside values of pieces."""
+        return ()
+
+    def require_saved(self, reader: ShardReader) -> None:
+        """Raise UserError for a parameter that the checkpoint does not have, or has with another shape."""
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if param not in self.absent:
+                require_shape(reader, slot.name, "param", slot.shape)
+
+    def load_values(self, reader: ShardReader) -> None:
+        """Take the values of weights without pieces, if they were saved. Collective."""
 
     # -- reads --------------------------------------------------------------------------------------------------
 
@@ -276,6 +294,11 @@ class FlatParams(Weights):
         return self.changes.drop_assigned(self._views if visible else self._hidden, visible=visible)
 
     # -- facts --------------------------------------------------------------------------------------------------
+
+    @property
+    def sends(self) -> bool:
+        """Whether ranks gather the weights from each other for each use."""
+        return self.shard_params
 
     @property
     def stale(self) -> bool:

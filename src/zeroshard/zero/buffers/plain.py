@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,10 @@ class Members:
         if buffer.precision.gradients_format(buffer.dtype) is not None or buffer.rank_groups.reproducible is not None:
             raise ValueError(_LACKS.format("wire format or exact sum of gradients"))
         return PlainReducer(buffer.layout, buffer.strategy, buffer.rank_groups)
+
+    def kind(self, param: nn.Parameter) -> Hashable:
+        """Return what parameters of one buffer have in common, beside dtype, device and whether they are trained."""
+        return None
 
     def group_class(self, params: list[tuple[str, nn.Parameter]]) -> Callable[..., Any] | None:
         """Return the `FlatGroup` that these parameters are to have; None: the plain one."""

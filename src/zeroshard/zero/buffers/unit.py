@@ -220,7 +220,7 @@ def build_groups(
         return precision.exemption(param.shape, kept=param in kept)
 
     def kind(param: nn.Parameter) -> tuple[Hashable, ...]:
-        return *units.kind_of(param), param in init, exemption(param)
+        return *units.kind_of(param), param in init, exemption(param), members.kind(param)
 
     def make(group_name: str, chosen: list[tuple[str, nn.Parameter]]) -> FlatGroup:
         first = chosen[0][1]

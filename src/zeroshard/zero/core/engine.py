@@ -146,10 +146,7 @@ class Engine:
             raise RuntimeError("state_dict does not fit the model: " + "; ".join(wrong))
         with torch.no_grad():
             for params in (group.params for group in self.passes.groups()):
-                for piece in params.pieces:
-                    if (source := given.get(params.params[piece.slot])) is not None:
-                        part = source.reshape(-1)[slice(*piece.interval)]
-                        params.piece_of_master(piece).copy_(part.view(piece.shape))
+                params.take_values(given)
                 torch.autograd.graph.increment_version(params.params)  # a backward through an older graph must raise
                 params.mark_stale()
                 for param in params.params:

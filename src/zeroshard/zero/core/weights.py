@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 
 import torch
@@ -170,6 +170,13 @@ class Weights:
     def piece_of_master(self, piece: Piece) -> Tensor:
         """Return a view of the master, in the piece's shape."""
         return view_of(self.master, piece.offset - self.master_offset, piece.shape)
+
+    def take_values(self, given: Mapping[nn.Parameter, Tensor]) -> None:
+        """Copy this rank's pieces of the unsharded values ``given`` to the master; `mark_stale` follows. Collective."""
+        for piece in self.pieces:
+            if (source := given.get(self.params[piece.slot])) is not None:
+                part = source.reshape(-1)[slice(*piece.interval)]
+                self.piece_of_master(piece).copy_(part.view(piece.shape))
 
     def unshard(self, *, again: bool = False) -> None:
         """Issue the gather of ``full``, unless it is current; ``again``: even so, as other ranks may lack theirs."""

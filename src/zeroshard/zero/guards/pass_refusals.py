@@ -21,11 +21,12 @@ class PassRefusals(PassObserver):
         Nobody has read the parameters themselves: [Note: Read between steps] in `outdated`.
         """
         runtime = self._runtime()
-        if runtime is None or runtime.shard_params or not torch.is_grad_enabled():
+        if runtime is None or not torch.is_grad_enabled():
             return
         for unit in runtime.order:
             if unit.gather_in_flight:
-                torch.autograd.graph.increment_version([p for group in unit.groups for p in group.params.params])
+                stay = [group.params for group in unit.groups if not group.params.shard_params]
+                torch.autograd.graph.increment_version([param for params in stay for param in params.params])
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are gone, incomplete, not reduced yet, or were never reduced.

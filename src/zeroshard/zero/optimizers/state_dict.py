@@ -88,6 +88,8 @@ def states_by_slot(group: FlatGroup, holder: Stateful) -> dict[int, State]:
     Collective if the group is sharded.
     """
     params, by_slot = group.params, dict[int, list[tuple[Piece, State]]]()
+    if not params.has_pieces:
+        return {}
     own = [flat(holder.state.get(shard, {})) for shard in group.shards]
     pieces = zip(params.pieces, own, strict=True) if not params.shard_optim else _everybodys(group, own)
     for piece, state in pieces:

@@ -402,7 +402,7 @@ class Runtime(Passes[Unit, FlatGroup]):
 
         Sharded weights are written to in `full_params` alone, which compares them itself.
         """
-        groups = [] if self.shard_params else list(self.groups())
+        groups = [group for group in self.groups() if not group.params.shard_params]
         written = [group.params.has_writes for group in groups]
         found, *agreed = self.collectives.agree_on_flags(
             [self.local_grads.found(), *flags, *written, *self._buffers.changed()]
@@ -425,10 +425,11 @@ class Runtime(Passes[Unit, FlatGroup]):
 
     def note_writes(self) -> None:
         """Have ranks compare, at the next backward, what was written into unsharded weights and gradients before."""
-        if not self.shard_params and self.comm.world_size > 1:
-            groups = [group for group in self.groups() if group.params.has_writes or group.params.has_untraced_writes]
-            self.collectives.note_writes(groups)
-            self.collectives.note_grad_writes(group for group in self.groups() if group.grads.has_writes)
+        stay = [group for group in self.groups() if not group.params.shard_params]
+        if stay and self.comm.world_size > 1:
+            changed = [group for group in stay if group.params.has_writes or group.params.has_untraced_writes]
+            self.collectives.note_writes(changed)
+            self.collectives.note_grad_writes(group for group in stay if group.grads.has_writes)
 
     def take_changes(self, *, waits: bool = True) -> None:
         """Copy in-place changes of weights to the master weights: [Note: Changes in place] in `flat_params`."""

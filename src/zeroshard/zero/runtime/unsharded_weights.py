@@ -86,7 +86,7 @@ class UnshardedWeights:
 
         Inside `pin` no rank does, and what the user has written there must neither be gathered over nor kept.
         """
-        if unit.unshard(again=again and not self.pinned) and self.shard_params:
+        if unit.unshard(again=again and not self.pinned) and any(group.params.sends for group in unit.groups):
             self.collectives.note_gather(unit)
 
     def reshard_unless_needed(self, unit: Unit) -> None:

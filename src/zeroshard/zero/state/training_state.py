@@ -55,6 +55,7 @@ def named_shards(
         rounding = group.grads.reducer.rounding
         if rounding is not None and any(own.slot == own.interval[0] == 0 for own in group.params.layout.owned(rank)):
             yield NamedShard(first, ROUNDING, (), (0, 1), torch.tensor([rounding.next_step]))
+        yield from group.params.beside_values(rank)
         for piece, shard in zip(group.params.pieces, group.shards, strict=True):
             slot = group.params.layout.slots[piece.slot]
             if group.params.params[piece.slot] in group.params.absent:
@@ -81,7 +82,7 @@ def named_shards(
     if rank == 0:
         for group in runtime.groups():
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
-                if 0 in slot.shape and param not in group.params.absent:
+                if 0 in slot.shape and param not in group.params.absent and group.params.has_pieces:
                     # No rank owns a piece of it, yet a load at another stage asks for its name.
                     yield NamedShard(slot.name, "param", slot.shape, (0, 0), group.params.full[:0])
         for name, kind, tensor in _beside(model):
@@ -111,6 +112,7 @@ def load_named_shards(
             for slot, param in zip(group.params.layout.slots, group.params.params, strict=True):
                 if param not in members | group.params.absent and not MODEL_KINDS.issuperset(reader.kinds(slot.name)):
                     missed.add(param)
+            group.params.load_values(reader)
             states: dict[nn.Parameter, dict[str, Any]] = {}
             for piece, shard in zip(group.params.pieces, group.shards, strict=True):
                 slot = group.params.layout.slots[piece.slot]
@@ -137,9 +139,9 @@ def load_named_shards(
 def _require_shapes(model: nn.Module, runtime: Runtime, reader: ShardReader) -> None:
     """Raise before anything is loaded if a parameter was not saved, or if it or a buffer has another shape."""
     for group in runtime.groups():
+        group.params.require_saved(reader)
         pairs = zip(group.params.layout.slots, group.params.params, strict=True)
         for slot in (slot for slot, param in pairs if param not in group.params.absent):
-            require_shape(reader, slot.name, "param", slot.shape)
             for kind in reader.kinds(slot.name).keys() & MODEL_KINDS - {"param", "buffer"}:
                 require_shape(reader, slot.name, kind, () if kind in SCALAR_KINDS else slot.shape)
     for name, kind, tensor in _beside(model):
