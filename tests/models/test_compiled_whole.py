@@ -91,8 +91,6 @@ def trained(model, stage, num_ranks, packed, compiled=""):
     but=[
         "gpt2-1-0-none---compile",
         "llama-2-1-full-lora-packed-forward",
-        "qwen3-2-3-selective:2-lora--compile",
-        "mistral-2-1-offload--packed-compile",
     ]
 )
 @pytest.mark.parametrize(("kind", "num_ranks", "stage", "recomputed", "adapters", "packed", "compiled"), CASES)
