@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from forked import free_port
-from zeroshard.host.launch import bound_tcp_store, process_group
+from zeroshard.host.launch import bound_tcp_store, process_group, several_hosts
 from zeroshard.host.launch.bound_tcp_store import open_store
 from zeroshard.host.launch.environment import World
 from zeroshard.host.launch.one_host import OneHost
@@ -103,6 +103,7 @@ def test_the_ranks_of_one_host_meet_on_the_loopback_interface_alone():
 
 def test_a_rendezvous_of_several_machines_listens_at_its_endpoint_alone(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as `set_for_workers` sets it
+    monkeypatch.setattr(several_hosts, "LOST_S", 6000)  # else one that gets no processor for 10 s is left out for ever
     address = _outer_address() or "127.0.0.1"
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
