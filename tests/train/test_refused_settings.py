@@ -4,6 +4,7 @@ import pytest
 
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.errors import UserError
+from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
@@ -70,6 +71,8 @@ REFUSED = """
 --reproducible 8 --shard-size 2 | reproducible: 8 is given, and shard_size adds up over two levels of ranks, with a
 --reproducible 8 --accumulate local | reproducible: 8 is given, and accumulate adds up on each rank first, with a
 --reproducible 8 --shard-size 2 --local-steps.every 4 | reproducible: 8 is given, and local_steps lets replicas take
+--reproducible 8 --tiles 2 --model.activation-checkpointing full | reproducible: 8 is given, and tiles cuts sequences:
+--reproducible 8 --sequence-parallel 2 | reproducible: 8 is given, and sequence_parallel cuts sequences: parts round
 --reproducible 4 --nnodes 2:3 --nproc 2 --rdzv-endpoint a:1 | reproducible: 4 micro-batches cannot be shared out
 --offload cloud | offload.state: 'cloud' is not a choice; choose one of none, optimizer, all, disk, disk-all
 --offload.fraction 0.5 | offload.fraction: 0.5 is given, and offload is none: no state leaves the device; add
@@ -130,3 +133,25 @@ def test_a_setting_that_cannot_be_is_refused_in_one_line(row):
     assert str(said.value).startswith(line)
     assert said.value.todo
     assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--reproducible 6",
+        "--reproducible 8 --tiles 2 --model.activation-checkpointing full",
+        "--reproducible 8 --sequence-parallel 2",
+        "--reproducible 8 --wire.grads int8",
+        "--reproducible 8 --accumulate local",
+        "--shard-size 2 --wire.grads int8 --wire.node-size 2",
+        "--shard-size 1 --local-steps.every 4 --sequence-parallel 2",
+        "--offload optimizer --shard-size 1 --local-steps.every 4",
+    ],
+)
+def test_a_plan_refuses_what_a_run_does_in_the_same_line(words):
+    lines = []
+    for kind in (TrainConfig, PlanConfig):
+        with pytest.raises(UserError) as said:
+            validate(kind, merge({}, read_flags(words.split(), flags_of(kind, SHORTHANDS))))
+        lines.append(str(said.value))
+    assert lines[0] == lines[1]
