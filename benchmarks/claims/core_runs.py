@@ -5,7 +5,7 @@
 Two ranks are threads of this process. A step is forward, backward, clipping, `optim.step()` and `zero_grad()` of four
 units at stage 3, once it is warm, and its numbers are of one rank. Calls are of functions of `zero/`; a switch is one
 of them between `zero/core/` and another folder of it, in either direction. Functions that run are counted over stages
-0-3 in fp32 and bf16, with accumulation, clipping, saves and loads.
+0-3 in fp32 and bf16, with accumulation, recomputation, clipping, saves, loads and the account of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard.zero
 from zeroshard.comm import Communicator, ObservedCommunicator, run_threads
@@ -97,9 +98,9 @@ def a_step(comm: Communicator) -> tuple[Step, list[int]]:
     gather = watched.all_gather
 
     def all_gather(*args: Any) -> Any:
-        number, frame = 1, sys._getframe(1)
+        number, frame = 0, sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "_call_impl":
-            number, frame = number + 1, frame.f_back
+            number, frame = number + frame.f_code.co_filename.startswith(str(ENGINE)), frame.f_back
         if frame is not None:
             frames.append(number)
         return gather(*args)
@@ -134,8 +135,11 @@ def uses(comm: Communicator) -> set[CodeType]:
                     step(zero, optim)
                 zero.load_state_dict(zero.state_dict())
                 optim.load_state_dict(zero.optim_state_dict())
-                step(zero, optim)
-                repr(zero)
+                checkpoint(zero.model, torch.ones(4, 8, requires_grad=True), use_reentrant=False).sum().backward()
+                saved = [shard.name for shard in zero.named_shards()]
+                assert saved
+                assert zero.memory_bytes()["grads"]
+                optim.zero_grad(set_to_none=False)
 
     profiled(run, lambda frame, _: ran.add(frame.f_code))
     return ran
@@ -150,9 +154,8 @@ def functions() -> dict[tuple[str, int], str]:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.FunctionDef):
                     first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
-                    documents = child.body[0]
-                    is_text = isinstance(documents, ast.Expr) and isinstance(documents.value, ast.Constant)
-                    if len(child.body) > is_text:
+                    texts = [isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in child.body]
+                    if not all(texts):  # else there is nothing but a docstring, or an ellipsis
                         found[str(path), first] = f"{path.name}:{child.lineno} {within}{child.name}"
                     walk(child, f"{within}{child.name}.")
                 else:

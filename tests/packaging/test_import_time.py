@@ -44,7 +44,7 @@ def _strangers(loaded):
 def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_packages():
     engine, everything = _run(PROGRAM)
     assert not _strangers(engine)
-    assert len(engine) <= 138
+    assert len(engine) <= 142
     assert _strangers(everything) <= {"safetensors", "xxhash", "pydantic"} | {
         *("pydantic_core", "annotated_types", "typing_inspection")  # which pydantic is made of
     }
@@ -52,7 +52,7 @@ def test_the_engine_imports_nothing_after_torch_and_checkpoints_import_three_pac
     assert {name.split(".")[1] for name in ours} == {"checkpoint", "comm", "host", "optim", "settings", "zero"}
     of_optim = {name.split(".")[2] for name in ours if name.startswith("zeroshard.optim.")}
     assert of_optim == {"classes", "named_shards"}
-    assert len(ours) <= 151
+    assert len(ours) <= 155
 
 
 def test_the_name_alone_imports_nothing_but_the_standard_library():

@@ -5,7 +5,7 @@ each collective, and compile parts of the engine again for each unit. A function
 the graph before it and runs as in eager mode, with all that it calls. A unit's ``forward`` is then one graph, whether
 the unit was compiled (``block.compile()``) or the model around it (``torch.compile(model)``). FSDP2 does the same
 (``_dynamo_disable`` in ``torch/distributed/fsdp/_fully_shard``). In a world of one rank units have no hooks, and the
-model is one graph: [Note: One piece] in `zeroshard.zero.runtime.runtime`.
+model is one graph: [Note: One piece] in `zeroshard.zero.core.passes`.
 
 [Note: Hooks inside of a unit]
     `zeroshard.zero.runtime.module_hooks.attach_parts` hooks modules that are inside of a unit, where an end of the

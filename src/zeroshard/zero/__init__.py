@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from zeroshard.optim.classes.requirements import classify as classify
     from zeroshard.optim.named_shards import NamedShard as NamedShard
     from zeroshard.optim.named_shards import ShardReader as ShardReader
-    from zeroshard.zero.buffers.unit import Unit as Unit
     from zeroshard.zero.core.layout import FlatLayout as FlatLayout
     from zeroshard.zero.core.layout import Piece as Piece
     from zeroshard.zero.core.layout import Slot as Slot
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from zeroshard.zero.core.strategy import Placement as Placement
     from zeroshard.zero.core.strategy import ShardingStrategy as ShardingStrategy
     from zeroshard.zero.core.strategy import resolve_strategy as resolve_strategy
+    from zeroshard.zero.core.units import Unit as Unit
     from zeroshard.zero.engine import Zero as Zero
     from zeroshard.zero.frozen_formats.settings import FrozenFormat as FrozenFormat
     from zeroshard.zero.local_steps.outer_steps import OuterStep as OuterStep

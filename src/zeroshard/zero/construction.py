@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol, get_args
@@ -11,14 +11,13 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm import Communicator, labelled
+from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.module_buffers import BufferSync
-from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.host.torch_internals import is_traceable_wrapper_subclass
 from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.buffers.plain import Members
-from zeroshard.zero.buffers.unit import FlatGroup, Unit, build_groups
+from zeroshard.zero.buffers.unit import FlatGroup, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
@@ -27,6 +26,8 @@ from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.meta_models import Init, materialise
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import check_wire
+from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.stepping.observer import Observer
 from zeroshard.zero.transport.members import ALL
 from zeroshard.zero.unit_choice import UnitChoice, describe_units
 
@@ -109,6 +110,9 @@ class Away(Protocol):
         """For units in the order of the forward, by their numbers of elements: each one's members."""
         ...
 
+    def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
+        """Take part in an engine's steps."""
+
 
 class Coded(Protocol):
     """Keeps frozen weights as codes: `zeroshard.zero.FrozenFormat` does."""
@@ -125,8 +129,8 @@ def placed(
     shard_size: int | None,
     local_steps: object,
     reproducible: int | None,
-) -> Any:
-    """Return the `zeroshard.zero.offload.placement.Placement` of the settings ``offload``; None: nothing leaves.
+) -> Away | None:
+    """Return the `zeroshard.zero.offload.placement.Offloading` of the settings ``offload``; None: nothing leaves.
 
     Raises:
         TypeError: ``offload`` is no `zeroshard.zero.Offload`.
@@ -140,7 +144,7 @@ def placed(
     return offload.attach(strategy, rank=comm.rank, alone=shard_size == 1 < comm.world_size, **others)
 
 
-def build_units(
+def parts_of(
     model: nn.Module,
     units: UnitChoice | None,
     strategy: ShardingStrategy,
@@ -150,8 +154,8 @@ def build_units(
     device: torch.device | str | None,
     away: Away | None = None,
     coded: Coded | None = None,
-) -> tuple[Unit, list[Unit]]:
-    """Return the root unit and the others, with initial weights; the model gets rank 0's buffers. Collective.
+) -> tuple[list[UnitSpec], Callable[[UnitSpec], list[FlatGroup]]]:
+    """Return what becomes a unit, the root first, and what makes the groups of each with initial values. Collective.
 
     Arguments and errors are those of `zeroshard.Zero`; ``away`` makes the units whose state is off the device,
     ``coded`` those of which frozen weights are kept as codes.
@@ -176,17 +180,12 @@ def build_units(
     members: Sequence[Members] = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
     members = members if coded is None else coded.members(all_specs, members)
 
-    def build(spec: UnitSpec, own: Members) -> Unit:
-        groups = build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own, kept)
-        return Unit(spec.name, spec.module, groups, read_in_backward=spec.read_in_backward)
+    own = dict(zip((spec.name for spec in all_specs), members, strict=True))
 
-    root = build(root_spec, members[0])
-    with labelled("buffers/start"):
-        for buffer in model.buffers():
-            content = as_bytes(buffer)
-            rank_groups.world.broadcast(content, src=0).wait()
-            put_bytes(buffer, content)
-    return root, [build(*each) for each in zip(specs, members[1:], strict=True)]
+    def groups(spec: UnitSpec) -> list[FlatGroup]:
+        return build_groups(spec.name, spec.params, strategy, rank_groups, precision, fill, own[spec.name], kept)
+
+    return all_specs, groups
 
 
 def _check_lookups(model: nn.Module, rank_groups: RankGroups) -> None:

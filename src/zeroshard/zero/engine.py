@@ -25,9 +25,9 @@ from zeroshard.optim import named_shards
 from zeroshard.optim.named_shards import NamedShard, ShardReader, named_group
 from zeroshard.zero import construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.compat.module_methods import ModulePatches
-from zeroshard.zero.core.engine import Engine
+from zeroshard.zero.core.engine import Engine, Parts
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.ema.average import Ema
@@ -39,7 +39,6 @@ from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import check_change, check_rank_groups
-from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -56,7 +55,7 @@ Accumulate = Literal["local", "sharded"]
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
-class Zero(Engine):
+class Zero:
     """Data-parallel training of ``model`` with training state sharded as a row of `STAGES` says.
 
     Construction is collective: training starts from rank 0's parameters and buffers. The model is changed in place
@@ -112,6 +111,9 @@ class Zero(Engine):
     Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054; the vocabulary is FSDP2's.
     """
 
+    _runtime: Runtime
+    _optimizers: EngineOptimizers
+
     def __init__(
         self,
         model: nn.Module,
@@ -151,26 +153,30 @@ class Zero(Engine):
 
         on_meta = [param for param in model.parameters() if param.is_meta]
         rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
-        root, others = construction.build_units(
+        specs, make = construction.parts_of(
             model, units, self.strategy, rank_groups, self.precision, init, device, away, coded
         )
-        module_buffers = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
-        self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, module_buffers)
-        super().__init__(model, self._runtime)
-        self.comm = comm  # of all replicas, where those take local steps
-        self._optimizers = EngineOptimizers(self._runtime, rank_groups)
         self.local_steps: OuterSteps | None = None
-        if local_steps is not None:
-            self.local_steps, observer = local_steps.attach(self._runtime, self.rank_groups, buffers)
-            self._optimizers.observers.append(observer)
-        if away is not None:
-            away.attach(self._runtime, self._optimizers.observers)
-        if reproducible is not None:
-            self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
-        casts = {root: self.precision.param_dtype if self.precision.cast_forward_inputs else None}
-        hooked = [root] if self._runtime.in_one_piece else [root, *others]
-        self._handles = [h for u in hooked for h in ModuleHooks(u, self._runtime, casts.get(u)).attach()]
-        self._handles += cast_around(model, self.precision)
+
+        def passes(root: FlatUnit, others: list[FlatUnit]) -> Runtime:
+            # Buffers have rank 0's values by now.
+            changing = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
+            self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, changing)
+            self._optimizers = EngineOptimizers(self._runtime, rank_groups)
+            if local_steps is not None:
+                self.local_steps, observer = local_steps.attach(self._runtime, self.rank_groups, buffers)
+                self._optimizers.observers.append(observer)
+            if away is not None:
+                away.attach(self._runtime, self._optimizers.observers)
+            if reproducible is not None:
+                self._optimizers.observers.append(ReproducibleSteps(self._runtime, rank_groups))
+            return self._runtime
+
+        cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
+        parts = Parts(specs, make, passes, rank_groups.world, cast, named_shards.named_state)
+        self._engine = Engine.assembled(model, parts)
+        self.model, self.comm = model, comm  # of all replicas, where those take local steps
+        self._handles = [*self._engine.handles, *cast_around(model, self.precision)]
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
@@ -239,9 +245,7 @@ class Zero(Engine):
         """Wrap the forward and backward of one micro-batch: gradients accumulate as `accumulate` says."""
         return nullcontext() if last or self.accumulate == "sharded" else self.no_sync()
 
-    def clip_grad_norm_(  # ty: ignore[incompatible-method-override]
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``. Collective.
 
         Args:
@@ -265,7 +269,7 @@ class Zero(Engine):
         self._runtime.collectives.note_call(f"Zero.clip_grad_norm_({float(max_norm)}, {norm_type}, {raises})")
         self._runtime.require_reduced("clip_grad_norm_")
         check = partial(guards.require_finite, self._runtime, norm_type) if raises else Tensor.detach
-        return super().clip_grad_norm_(float(max_norm), norm_type, check)
+        return self._engine.clip_grad_norm_(float(max_norm), norm_type, check)
 
     @by_every_rank
     def full_grads(self) -> dict[str, Tensor | None]:
@@ -353,11 +357,11 @@ class Zero(Engine):
         (`nn.Module.get_extra_state`). One unit at a time is unsharded on the device. With ``rank0_only`` other ranks
         return an empty dict. Replicas with local steps return their own weights; inside `global_weights`, these.
         """
-        return super().state_dict(rank0_only=rank0_only)
+        return self._engine.state_dict(rank0_only=rank0_only)
 
     def named_state(self) -> dict[str, Tensor]:
         """Return every entry of ``model.state_dict()`` as the live tensor, without running its hooks."""
-        return named_shards.named_state(self.model)
+        return self._engine.named_state()
 
     @by_every_rank
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> Any:
@@ -371,7 +375,7 @@ class Zero(Engine):
         """
         self._optimizers.require_weights("load_state_dict")
         self._runtime.require_unpinned("load_state_dict")
-        result = super().load_state_dict(state, strict)
+        result = self._engine.load_state_dict(state, strict)
         self._optimizers.weights_replaced()
         return result
 
@@ -449,7 +453,7 @@ class Zero(Engine):
         self._optimizers.load_named_shards(self.model, reader)
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[FlatUnit]:
         """The root unit, then the others in order."""
         return self._runtime.all_units()
 

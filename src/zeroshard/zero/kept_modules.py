@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from zeroshard.host.errors import nearest_name
 from zeroshard.host.torch_internals import own_parameters
+from zeroshard.zero.core.tensors import cast, tensors_in
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.runtime.module_hooks import cast, tensors_in
 
 
 def kept_params(model: nn.Module, precision: MixedPrecision) -> frozenset[Tensor]:

@@ -5,7 +5,7 @@ from zeroshard.comm import NullCommunicator
 from zeroshard.zero import STAGES, FlatLayout, MixedPrecision, RankGroups
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.core.layout import ALIGNMENT
-from zeroshard.zero.core.weights import WeightState, WeightTransport
+from zeroshard.zero.core.weights import PlainTransport, WeightState
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -13,7 +13,7 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 def _of(params, stage, comm=None, precision=None, init=None):
     comm = comm or NullCommunicator(2)
     layout = FlatLayout.of([(name, param.shape) for name, param in params], comm.world_size, ALIGNMENT)
-    transport, policy = WeightTransport(comm, layout), precision or MixedPrecision()
+    transport, policy = PlainTransport(comm, layout), precision or MixedPrecision()
     return FlatParams("unit", params, STAGES[stage], RankGroups.of(comm), policy, init, layout, transport)
 
 

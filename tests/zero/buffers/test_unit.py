@@ -6,6 +6,7 @@ from zeroshard.comm import NullCommunicator, run_threads
 from zeroshard.zero import STAGES, MixedPrecision, RankGroups, Unit
 from zeroshard.zero.buffers.unit import build_groups
 from zeroshard.zero.core.layout import WHOLE
+from zeroshard.zero.state.relayout import lay_out_anew
 from zeroshard.zero.whole_tensors.layout import balanced
 
 
@@ -58,7 +59,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         unit = Unit("u", nn.Identity(), build_groups("u", params, STAGES[stage], RankGroups.of(comm), precision, {}))
         loads = [0] * 2
         chosen = {dict(params)["b"], dict(params)["wide"]}
-        unit.lay_out_anew(chosen, WHOLE, balanced(loads))
+        lay_out_anew(unit, chosen, WHOLE, balanced(loads))
         names = [
             (group.params.name, group.keeps_tensors_whole, [s.name for s in group.params.layout.slots])
             for group in unit.groups
@@ -73,7 +74,7 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         compute = {name: precision.compute_dtype(value.dtype) for name, value in values.items()}
         assert all(torch.equal(param, values[name].to(compute[name])) for name, param in params)
         before = list(unit.groups)
-        unit.lay_out_anew(chosen, WHOLE, balanced(loads))
+        lay_out_anew(unit, chosen, WHOLE, balanced(loads))
         assert unit.groups == before
 
     precision = precision or MixedPrecision()

@@ -11,7 +11,7 @@ from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import STAGES
-from zeroshard.zero.core.weights import Weights, WeightState, WeightTransport
+from zeroshard.zero.core.weights import PlainTransport, Weights, WeightState
 
 WORLD_SIZE = 2
 PRECISIONS = {"fp32": Precision(), "bf16": Precision(param_dtype=torch.bfloat16)}
@@ -21,7 +21,7 @@ def _weights(comm, stage, precision):
     """Seven elements that each rank begins with values of its own: shards end in the middle of the first parameter."""
     params = [("a", nn.Parameter(torch.arange(6.0).view(2, 3) + comm.rank)), ("b", nn.Parameter(torch.tensor(6.0)))]
     layout = FlatLayout.of([(name, param.shape) for name, param in params], comm.world_size)
-    transport, rank_groups = WeightTransport(comm, layout), RankGroups(comm, comm, LocalCommunicator())
+    transport, rank_groups = PlainTransport(comm, layout), RankGroups(comm, comm, LocalCommunicator())
     return Weights("unit", params, layout, STAGES[stage], rank_groups, PRECISIONS[precision], transport)
 
 

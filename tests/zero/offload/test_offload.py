@@ -622,7 +622,7 @@ def test_a_schedule_that_changes_settings_after_the_step_does_not_change_the_ste
 def test_a_step_that_ends_takes_nothing_back_from_an_update_under_way(monkeypatch):
     """Gradients in bfloat16 are widened for the update; the end of ``step()`` shows narrow ones again: its own."""
     is_brought, is_over, widened = threading.Event(), threading.Event(), []
-    bring, arm = WidenedGrads.bring, placement.Placement.arm
+    bring, arm = WidenedGrads.bring, placement.Offloading.arm
 
     def slowly(self, pieces):
         bring(self, pieces)
@@ -636,7 +636,7 @@ def test_a_step_that_ends_takes_nothing_back_from_an_update_under_way(monkeypatc
         assert is_brought.wait(60)
 
     monkeypatch.setattr(WidenedGrads, "bring", slowly)
-    monkeypatch.setattr(placement.Placement, "arm", until_brought)
+    monkeypatch.setattr(placement.Offloading, "arm", until_brought)
     net = Net(3)
     dtypes = MixedPrecision(torch.bfloat16, torch.bfloat16)
     zero = Zero(net, 2, units=list(net.blocks), comm=NullCommunicator(2), precision=dtypes, offload=Offload())

@@ -7,10 +7,9 @@ from torch import nn
 from zeroshard.comm import LocalCommunicator
 from zeroshard.optim import AdamW8bit
 from zeroshard.zero import MixedPrecision, Offload, Zero
-from zeroshard.zero.core.optimizer import StepOperands
 
 
-class OnTheHost(StepOperands):
+class OnTheHost:
     """Says of every piece that it must be brought, and counts."""
 
     def __init__(self):

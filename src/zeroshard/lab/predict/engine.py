@@ -36,8 +36,9 @@ from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.plain import BufferFacts
-from zeroshard.zero.buffers.unit import FlatGroup, Unit, gradient_settings
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit, gradient_settings
 from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.layout import Piece
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import SHARD
@@ -229,7 +230,7 @@ class _Log(StorageEvents):
         if work is not None:
             self.actions.append(work)
 
-    def take_actions(self, units: Sequence[Unit]) -> list[EngineAction | tuple[int, int]]:
+    def take_actions(self, units: Sequence[FlatUnit]) -> list[EngineAction | tuple[int, int]]:
         """Return and clear the actions of the event that just ended."""
         self.look_for_freed()
         if self._unknown:
@@ -283,7 +284,8 @@ class _Engine:
                 self._grads[slot.name] = (group, index, grad)
         looked_up = {buffer.unit for buffer in buffers if not buffer.read_in_backward}
         self._root, *self._units = [
-            Unit(name, nn.Module(), members, read_in_backward=name not in looked_up) for name, members in groups.items()
+            FlatUnit(name, nn.Module(), members, read_in_backward=name not in looked_up)
+            for name, members in groups.items()
         ]
         self._runtime = Runtime(
             self._root,
@@ -293,6 +295,7 @@ class _Engine:
             settings.prefetch,
             ModuleBuffers(nn.Module(), world, "keep"),
         )
+        self._runtime.voters.append(_Guard())
         self._runtime.grads_leave = goes_down
         self._runtime.gathers_in_turn = self._runtime.gathers_behind = on_gpu and bool(away)
         self._runtime.apply_num_ahead()
@@ -357,6 +360,17 @@ class _Engine:
         return actions
 
 
+class _Guard:
+    """What guards add to the message in which ranks agree: a flag."""
+
+    def votes(self) -> list[bool]:
+        """One, not set."""
+        return [False]
+
+    def agreed(self, votes: list[bool]) -> None:
+        """Nothing was found."""
+
+
 _IN_BACKWARD = ("pre_backward", "grad", "backward_over")
 
 
@@ -370,7 +384,37 @@ class _LeavingGrads(Gradients):
         super().__init__(*args, **kwargs)
         self._leaving = leaving
 
-    def _keep(self, arrived: Tensor) -> None:
+    @property
+    def away(self) -> _LeavingGrads:  # ty: ignore[incompatible-property-override] -- nobody assigns it
+        """These gradients themselves."""
+        return self
+
+    @property
+    def reduced_now(self) -> Tensor | None:
+        """Nothing that holds memory of the device."""
+        return None
+
+    num_bytes = 0
+
+    def come_back(self) -> None:
+        """Nothing, as nothing is kept."""
+
+    def land(self) -> None:
+        """Nothing, as they have."""
+
+    def pieces_there(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+        """None."""
+        return []
+
+    def norms_there(self, norm_type: float) -> Tensor:
+        """None."""
+        return torch.zeros(0)
+
+    def scale_later(self, factor: Tensor) -> None:
+        """Nothing: the update does."""
+
+    def keep(self, arrived: Tensor) -> None:
+        """Have them leave."""
         self._leaving[:] = [arrived] if isinstance(self._streams, _Beside) else []
         if self.keep_local and not self.pending:
             self._local, self._views = None, []
@@ -387,9 +431,6 @@ class _LeavingGroup(FlatGroup):
         settings = facts.layout, facts.strategy, facts.rank_groups
         own = {**gradient_settings(facts), "reducer": reducer, "leaving": self._leaving}
         return _LeavingGrads(facts.name, *settings, **own)
-
-    def expose_grads(self) -> None:
-        """What has left is shown by nothing that holds memory of the device."""
 
 
 def _group(

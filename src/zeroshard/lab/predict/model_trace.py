@@ -2,7 +2,7 @@
 
 The model runs on tensors that have shapes, dtypes and lifetimes but no memory, so a model of any size takes
 milliseconds per layer. They are torch's fake tensors, or meta tensors if these give the same trace
-(`zeroshard.lab.predict.on_meta`). The engine's own hooks (`zeroshard.zero.runtime.module_hooks`) report the events that
+(`zeroshard.lab.predict.on_meta`). The engine's own hooks (`zeroshard.zero.core.hooks`) report the events that
 they will report to the engine in a run. What happens between two events is a `Span`; memory and time are computed from
 the list of spans alone.
 
@@ -57,10 +57,10 @@ from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.zero import MixedPrecision
 from zeroshard.zero.buffers.partition import partition_of
+from zeroshard.zero.core.forward import Forward
+from zeroshard.zero.core.hooks import UnitHooks
 from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import cast_around, kept_params
-from zeroshard.zero.runtime.forwards import ForwardRun
-from zeroshard.zero.runtime.module_hooks import ModuleHooks
 from zeroshard.zero.unit_choice import UnitChoice, choose_units
 
 COMPILED = "compiled", "in pieces"  # kinds of ``device_type``
@@ -338,7 +338,7 @@ class _Sharing(NullCommunicator):
 
 
 class _Unit:
-    """A stand-in for the engine's `Unit`, with what `zeroshard.zero.runtime.module_hooks.ModuleHooks` needs of it."""
+    """A stand-in for the engine's `Unit`, with what `zeroshard.zero.core.hooks.UnitHooks` needs of it."""
 
     def __init__(self, spec: UnitSpec, index: int) -> None:
         self.name, self.module, self.index = spec.name, spec.module, index
@@ -364,10 +364,10 @@ class _Log:
         self._units = [_Unit(spec, index) for index, spec in enumerate(specs)]
         self._pass: object | None = None
         self._grads: list[Tensor] = []  # of one graph, which hands them over at its end
-        self.forward = ForwardRun(0)
+        self.forward = Forward()
         self._takers: list[Any] = []
         for unit in self._units:
-            ModuleHooks(unit, cast("Any", self)).attach()
+            UnitHooks(cast("Any", unit), cast("Any", self)).attach()
             for name, param in unit.params:
                 if param.requires_grad:
                     take = self._taker(unit, name.removeprefix(f"{unit.name}."))

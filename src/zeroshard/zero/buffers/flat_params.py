@@ -35,9 +35,7 @@ from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.weights import (
-    GATHERING,
     SHARDED,
-    STALE_HIDDEN,
     STALE_VISIBLE,
     UNSHARDED,
     Weights,
@@ -95,6 +93,7 @@ class FlatParams(Weights):
     reads: Reads = Reads()
     absent: frozenset[nn.Parameter] = frozenset()
     has_pieces = True
+    _is_complete = False
 
     def __init__(
         self,
@@ -117,58 +116,73 @@ class FlatParams(Weights):
         self._is_exposed = False  # whether the user may keep views of `full`
         self._exposed_bits: Tensor | None = None  # `bit_sums` of `full` when it was exposed or written back
         self.changes = ParamChanges(layout, self.params)
-        self._remember_values()
+        # Whether several ranks have unsharded weights that the host reads without waiting.
+        several, on_host = self.comm.world_size > 1, self.full.device.type == "cpu" and type(self.full) is Tensor
+        self._remembers = several and on_host and not self.shard_params
+        if self._remembers:
+            self._remember_values()
+        self._is_complete = True
 
     # -- the life of weights ------------------------------------------------------------------------------------
 
-    def _gather(self) -> None:
-        """Keep or refuse what was written first, because the gather writes over it."""
-        if not self.visible:
-            self.changes.refuse_touched(self.name, self._hidden, self.placeholder)
-        elif self.readable:
-            self.take_changes()
-        super()._gather()
-        if not self.gather_in_flight:
-            self.show_as_current()
-        self._remember_values()
+    @property
+    def watch(self) -> FlatParams | None:  # ty: ignore[incompatible-property-override] -- nobody assigns it
+        """These weights themselves, once they are complete; as an attribute they would wait for the collector."""
+        return self if self._is_complete else None
 
-    def wait_for_unshard(self) -> None:
-        """Wait for the gather in flight, and count writes into the parameters from then on."""
-        if not self.gather_in_flight:
-            return
-        self.show_as_current()  # until now reads were watched: they find NaN, or values that are being replaced
-        hidden = self.state is GATHERING
-        super().wait_for_unshard()
+    def before_gather(self) -> None:
+        """Keep or refuse what was written, because the gather writes over it."""
+        if not self.state.visible:
+            self.changes.refuse_touched(self.name, self._hidden, self.placeholder)
+        elif self.state.readable:
+            self.take_changes()
+
+    def gather_issued(self) -> None:
+        """Count writes from here on, if nothing is to be waited for."""
+        if not self.state.in_flight:
+            self.show_as_current()
+        if self._remembers:
+            self._remember_values()
+
+    def before_arrival(self) -> None:
+        """Until now reads were watched: they find NaN, or values that are being replaced."""
+        self.show_as_current()
+
+    def arrived(self, *, hidden: bool) -> None:
+        """Count writes into the parameters from now on."""
         if hidden:
             self.changes.accept()
-        self._remember_values()
+        if self._remembers:
+            self._remember_values()
 
-    def reshard(self) -> None:
-        """Free the unsharded weights, if weights are sharded."""
-        if not self.shard_params or self.state is SHARDED:
-            return
-        if self.gather_in_flight:
-            self.wait_for_unshard()
+    def before_free(self) -> None:
+        """Keep what was written; leave the memory to views of the user's, which crash if it is freed under them."""
         self.take_changes()
-        if self._is_exposed:  # the old memory is left to the user's views, which crash if it is freed under them
+        if self._is_exposed:
             self._is_exposed = False
             with torch.inference_mode(False):
                 self.full = torch.empty_like(self.full)
                 self._views = self.layout.views(self.full)
-        super().reshard()
 
-    def mark_stale(self) -> None:
-        """Record that the master has changed: what was written or assigned to the weights is older, and is dropped."""
-        self._drop_assigned()
-        self.changes.accept()
-        super().mark_stale()
-        self._remember_values()
+    def freed(self) -> None:
+        """Have reads watched."""
         self.watch_reads()
 
-    def gather_master(self) -> Tensor:
-        """Gather every shard's master, with what was written into the weights. Collective: see that of `Weights`."""
+    def before_stale(self) -> None:
+        """What was written or assigned to the weights is older than the master, and is dropped."""
+        self._drop_assigned()
+        self.changes.accept()
+
+    def stale_now(self) -> None:
+        """Have reads watched, if parameters show old values."""
+        if self._remembers:
+            self._remember_values()
+        if self.state.stale:
+            self.reads.watch(self)
+
+    def before_read(self) -> None:
+        """Have the master take what was written into the weights."""
         self.take_changes()
-        return super().gather_master()
 
     def widen_master(self) -> bool:
         """Make a master in the parameters' own dtype, because they will be trained; return whether it is new."""
@@ -198,7 +212,7 @@ class FlatParams(Weights):
 
     def watch_reads(self) -> None:
         """Have reads of the parameters watched, if these are stale or freed."""
-        if self.stale or self.state is SHARDED:
+        if self.state.stale or self.state is SHARDED:
             self.reads.watch(self)
 
     def show_as_current(self) -> None:
@@ -213,17 +227,17 @@ class FlatParams(Weights):
         Every rank must call it, and must have written the same values: [Note: Changes in place].
         ``waits``: whether they are there on return, also if the master is on another device; else an update waits.
         """
-        if not self.visible:
+        if not self.state.visible:
             self.changes.refuse_assigned(self._hidden)
             return
         assigned = self.changes.take_assigned(self._views)
-        if (assigned or self._always_compared or self.changes.written) and not self.stale:
+        if (assigned or self._always_compared or self.changes.written) and not self.state.stale:
             self.write_back()
 
     @property
     def has_writes(self) -> bool:
         """Whether a user has written into visible weights, as far as it leaves a trace, or assigned to a ``.data``."""
-        return self.visible and (self.changes.written or bool(self.changes.reassigned(self._views)))
+        return self.state.visible and (self.changes.written or bool(self.changes.reassigned(self._views)))
 
     @property
     def has_untraced_writes(self) -> bool:
@@ -234,29 +248,24 @@ class FlatParams(Weights):
         """Take writes that every rank has: their values were compared."""
         self.take_changes(waits=False)
         self.changes.accept()
-        self._remember_values()
+        if self._remembers:
+            self._remember_values()
 
     def _remember_values(self) -> None:
-        """Remember some values if several ranks have unsharded, current weights that the host reads without waiting."""
-        if (
-            self.shard_params
-            or self.comm.world_size == 1
-            or self.full.device.type != "cpu"
-            or type(self.full) is not Tensor
-        ):
-            return
+        """Remember some values of current weights, to find writes without a trace: see `param_changes`."""
         self.changes.remember(self.full if self.state is UNSHARDED else None)
 
     def write_back(self) -> None:
         """Copy values that were written into unsharded weights to the master; its other elements do not change."""
-        assert self.visible, "hidden parameters show NaN"
+        assert self.state.visible, "hidden parameters show NaN"
         self.changes.take_assigned(self._views)
         if self._aliased:
             return
         with torch.no_grad():
             take_written(self.transport, self.master, self._written())
         self.changes.accept()
-        self._remember_values()
+        if self._remembers:
+            self._remember_values()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
         self._written_at = self._streams.mark()
         self.transport.invalidate()
@@ -279,7 +288,7 @@ class FlatParams(Weights):
             self.changes.take_assigned(self._views)
             return lost
         lost = self._drop_assigned() or lost
-        if self.visible and self.changes.written:
+        if self.state.visible and self.changes.written:
             self.changes.accept()
             if self.shard_params:
                 self.reshard()
@@ -290,20 +299,15 @@ class FlatParams(Weights):
 
     def _drop_assigned(self) -> bool:
         """Undo assignments to the parameters' ``.data``; return whether visible weights had other values."""
-        visible = self.visible
+        visible = self.state.visible
         return self.changes.drop_assigned(self._views if visible else self._hidden, visible=visible)
 
     # -- facts --------------------------------------------------------------------------------------------------
 
     @property
-    def sends(self) -> bool:
-        """Whether ranks gather the weights from each other for each use."""
-        return self.shard_params
-
-    @property
     def stale(self) -> bool:
         """Whether ``full`` has values that are older than the master."""
-        return self.state in (STALE_HIDDEN, STALE_VISIBLE)
+        return self.state.stale
 
     @property
     def is_rounded(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.optim.classes.plain_states import tensors_of
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 
 Kept = Mapping[str, Sequence[tuple[str, Tensor]]]
 """Tensors beside weights, gradients and optimizer states, ``(unit's name, tensor)``, by category."""
@@ -41,7 +41,7 @@ class Holding(NamedTuple):
     tensor: Tensor
 
 
-def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> dict[str, int]:
+def resident_bytes(units: Iterable[FlatUnit], optimizers: Iterable[Optimizer], kept: Kept) -> dict[str, int]:
     """See `Zero.memory_bytes`."""
     units = list(units)
     total = {"params": 0, "grads": 0, "master": 0}
@@ -60,7 +60,7 @@ def resident_bytes(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept:
     return total | {category: sum(tensor.nbytes for _, tensor in named) for category, named in kept.items()}
 
 
-def holdings(units: Iterable[Unit], optimizers: Iterable[Optimizer], kept: Kept) -> Iterator[Holding]:
+def holdings(units: Iterable[FlatUnit], optimizers: Iterable[Optimizer], kept: Kept) -> Iterator[Holding]:
     """Yield every tensor that the engine keeps now; storages may be empty, and several tensors may share one.
 
     Nothing is waited for, so the collector may call it: an update that is under way may change values, and add states.
@@ -81,7 +81,7 @@ def _settled(states: Any) -> Iterable[tuple[Any, Any]]:
     return states.items() if peek is None else peek()
 
 
-def _states(units: Iterable[Unit], optimizers: Iterable[Optimizer], items: Items) -> Iterator[tuple[str, Tensor]]:
+def _states(units: Iterable[FlatUnit], optimizers: Iterable[Optimizer], items: Items) -> Iterator[tuple[str, Tensor]]:
     """Yield the states of optimizers, with their categories: by where the piece is that they belong to."""
     away = [group for unit in units for group in unit.groups if group.place]
     homes = {shard: group for group in away for shard in group.shards_now}

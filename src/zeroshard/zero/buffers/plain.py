@@ -13,7 +13,7 @@ from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.reduction import GradientReducer, PlainReducer
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.core.weights import PlainTransport, WeightTransport
 from zeroshard.zero.precision import MixedPrecision
 
 _LACKS = "members: PLAIN has no {}; use zeroshard.zero.transport.members.ALL"
@@ -43,7 +43,7 @@ class Members:
         form, size = buffer.precision.weights_format(buffer.dtype), buffer.strategy.secondary_shard_size
         if form is not None or size is not None:
             raise ValueError(_LACKS.format("wire format or second copy of weights"))
-        return WeightTransport(buffer.rank_groups.shard_group, buffer.layout)
+        return PlainTransport(buffer.rank_groups.shard_group, buffer.layout)
 
     def reducer(self, buffer: BufferFacts) -> GradientReducer:
         """Return the reducer of the buffer's gradients."""

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.plain import PLAIN, BufferFacts, Members
-from zeroshard.zero.core import units
 from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.units import Group, Named, groups_of
+from zeroshard.zero.core.units import Group, Named, Unit, groups_of, kind_of
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.meta_models import Init
 from zeroshard.zero.precision import Exemption, MixedPrecision
@@ -160,45 +159,7 @@ def _continue_rounding(group: FlatGroup, before: FlatGroup) -> None:
         rounding.resume_at(other.next_step)
 
 
-class Unit(units.Unit[FlatGroup]):
-    """A unit that may be called in more ways than once in a forward.
-
-    Attributes:
-        entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
-        keep_unsharded_after: the forwards, by number, after which weights stay unsharded until backward is over,
-            because no hook will tell when backward needs them.
-    """
-
-    def __init__(self, name: str, module: nn.Module, groups: list[FlatGroup], *, read_in_backward: bool = True) -> None:
-        super().__init__(name, module, groups, read_in_backward=read_in_backward)
-        self.entered = False
-        self.keep_unsharded_after: dict[int, object] = {}
-
-    def forget_forwards(self, forwards: Iterable[int] | None = None) -> None:
-        """Expect no more backwards of the forwards with these numbers; None: of any forward."""
-        self.entered = self.num_running_forwards > 0
-        for index in list(self.keep_unsharded_after) if forwards is None else forwards:
-            self.keep_unsharded_after.pop(index, None)
-
-    def lay_out_anew(self, chosen: set[nn.Parameter], block: int, lay_out: LaysOut) -> None:
-        """Move the chosen parameters to groups that keep such blocks. Collective; see that of `FlatGroup`."""
-        for index, group in enumerate(list(self.groups)):
-            moving = chosen.intersection(group.params.params)
-            if moving and not group.params.layout.keeps_blocks(block):
-                first, *second = group.lay_out_anew(moving, f"{self.name}#{len(self.groups)}", lay_out)
-                self.groups[index] = first
-                self.groups += second
-
-    @property
-    def stale(self) -> bool:
-        """Whether any weights are older than their master weights."""
-        return any(group.params.stale for group in self.groups)
-
-    def named_slots(self) -> Iterator[tuple[str, nn.Parameter, FlatGroup, int]]:
-        """Yield ``(name, parameter, group, slot)`` of each parameter."""
-        for group in self.groups:
-            for index, (slot, param) in enumerate(zip(group.params.layout.slots, group.params.params, strict=True)):
-                yield slot.name, param, group, index
+FlatUnit = Unit[FlatGroup]
 
 
 def build_groups(
@@ -220,7 +181,7 @@ def build_groups(
         return precision.exemption(param.shape, kept=param in kept)
 
     def kind(param: nn.Parameter) -> tuple[Hashable, ...]:
-        return *units.kind_of(param), param in init, exemption(param), members.kind(param)
+        return *kind_of(param), param in init, exemption(param), members.kind(param)
 
     def make(group_name: str, chosen: list[tuple[str, nn.Parameter]]) -> FlatGroup:
         first = chosen[0][1]

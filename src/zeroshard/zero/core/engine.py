@@ -14,7 +14,9 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +24,45 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, labelled
 from zeroshard.comm.backends.torch_dist import communicator
+from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.host.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
-from zeroshard.zero.core.hooks import UnitHooks, take_gradients
+from zeroshard.zero.core.hooks import UnitHooks, take_gradient
 from zeroshard.zero.core.optimizer import PieceOptimizer
 from zeroshard.zero.core.passes import Passes
 from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
-from zeroshard.zero.core.units import Group, Named, Unit, groups_of, partition
+from zeroshard.zero.core.units import AnyGroup, Group, Unit, UnitSpec, groups_of, partition
 
 Check = Callable[[Tensor], Tensor]  # returns a norm, or raises
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that an engine was made for
+
+
+def live_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return every entry of ``model.state_dict()`` as the live tensor."""
+    return model.state_dict(keep_vars=True)
+
+
+@dataclass(frozen=True)
+class Parts(Generic[AnyGroup]):
+    """What of an engine can be exchanged: `Engine.assembled` puts it together.
+
+    Attributes:
+        specs: what becomes a unit, the root first.
+        groups: makes the flat groups of a unit, with their transport, reducer, layout and initial values.
+        passes: makes what hears of forwards and backwards, of the root unit and the others.
+        world: all ranks.
+        cast: the dtype that floating-point inputs of the model are cast to; None: they are not.
+        named_state: every entry of a model's state dict as the live tensor.
+    """
+
+    specs: Sequence[UnitSpec]
+    groups: Callable[[UnitSpec], list[AnyGroup]]
+    passes: Callable[[Unit[AnyGroup], list[Unit[AnyGroup]]], Passes[AnyGroup]]
+    world: Communicator
+    cast: torch.dtype | None = None
+    named_state: Callable[[nn.Module], dict[str, Tensor]] = live_state
 
 
 class Engine:
@@ -42,12 +71,15 @@ class Engine:
     Attributes:
         model, comm: the module, which is called once before each backward; the ranks that train it together.
         passes: forward and backward, and the units; while its ``sync`` is False, backwards accumulate alone.
+        handles: of the hooks of the units' modules, which can be removed by them.
 
-    ``param.grad`` stays None, so torch's own clipping and optimizers have nothing to do: use the methods here.
+    With plain parts ``param.grad`` stays None, so torch's own clipping and optimizers have nothing to do: use the
+    methods here.
     """
 
-    def __init__(self, model: nn.Module, passes: Passes[Any, Any]) -> None:
-        self.model, self.comm, self.passes = model, passes.comm, passes
+    def __init__(self, model: nn.Module, passes: Passes[Any], handles: list[Any], parts: Parts[Any]) -> None:
+        self.model, self.comm, self.passes, self.handles = model, passes.comm, passes, handles
+        self.named_state = partial(parts.named_state, model)
 
     @classmethod
     def of(
@@ -73,19 +105,36 @@ class Engine:
         _MODELS.add(model)
         ranks = RankGroups.of(comm)
 
-        def unit(name: str, module: nn.Module, params: Named) -> Unit[Group]:
-            return Unit(name, module, groups_of(name, params, lambda *named: Group.of(*named, strategy, ranks, policy)))
+        def groups(spec: UnitSpec) -> list[Group]:
+            return groups_of(spec.name, spec.params, lambda *named: Group.of(*named, strategy, ranks, policy))
 
-        root, *others = [unit(*spec) for spec in partition(model, units)]
-        passes = Passes(root, others, ranks, strategy, prefetch)
+        def passes(root: Unit[Group], others: list[Unit[Group]]) -> Passes[Group]:
+            return Passes(root, others, ranks, strategy, prefetch)
+
+        cast = policy.param_dtype if policy.cast_forward_inputs else None
+        return cls.assembled(model, Parts(partition(model, units), groups, passes, comm, cast))
+
+    @classmethod
+    def assembled(cls, model: nn.Module, parts: Parts[AnyGroup]) -> Engine:
+        """Make the units of the model's parameters, and hook their modules. Collective."""
+        root, *others = [
+            Unit(spec.name, spec.module, parts.groups(spec), read_in_backward=spec.read_in_backward)
+            for spec in parts.specs
+        ]
         with labelled("buffers/start"):
             for buffer in model.buffers():
-                comm.broadcast(buffer, src=0).wait()
-        UnitHooks(root, passes, policy.param_dtype if policy.cast_forward_inputs else None).attach()
-        for each in others:
-            UnitHooks(each, passes).attach()
-        take_gradients(passes)
-        return cls(model, passes)
+                content = as_bytes(buffer)
+                parts.world.broadcast(content, src=0).wait()
+                put_bytes(buffer, content)
+        passes = parts.passes(root, others)
+        handles = UnitHooks(root, passes, parts.cast).attach()
+        for unit in () if passes.in_one_piece else others:
+            handles += UnitHooks(unit, passes).attach()
+        if passes.shown is None:
+            for _, param, group, slot in (each for unit in (root, *others) for each in unit.named_slots()):
+                if param.requires_grad:
+                    take_gradient(passes, group, slot, param)
+        return cls(model, passes, handles, parts)
 
     def piece_optimizer(
         self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **settings: Any
@@ -105,10 +154,6 @@ class Engine:
         norm = check(global_norm(buffers, self.passes.rank_groups.shard_group, norm_type, device))
         clip_(buffers, norm, max_norm)
         return norm if any(group.params.dtype == torch.float64 for group in groups) else norm.to(torch.float32)
-
-    def named_state(self) -> dict[str, Tensor]:
-        """Return every entry of ``model.state_dict()`` as the live tensor."""
-        return self.model.state_dict(keep_vars=True)
 
     def state_dict(self, *, rank0_only: bool = False) -> OrderedDict[str, Tensor]:
         """Return the model's state dict with unsharded master weights, on the CPU. Collective.

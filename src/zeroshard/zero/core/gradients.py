@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +40,41 @@ from zeroshard.zero.core.small_grads import SmallGrads
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 
 
+class GradsAway(Protocol):
+    """Reduced gradients that wait for the optimizer off the device: `zeroshard.zero.offload.host_grads`.
+
+    Attributes:
+        reduced_now: what has been reduced, wherever it is; nothing is waited for.
+        num_bytes: bytes of what is off the device.
+    """
+
+    @property
+    def reduced_now(self) -> Tensor | None: ...  # noqa: D102
+
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
+
+    def come_back(self) -> None:
+        """Be on the device, where the next reduction adds to what was reduced."""
+
+    def keep(self, arrived: Tensor) -> None:
+        """Add what has arrived to what was reduced."""
+
+    def land(self) -> None:
+        """Begin to leave the device, as a backward is over."""
+
+    def pieces_there(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+        """As `Gradients.pieces`; values may come later."""
+        ...
+
+    def norms_there(self, norm_type: float) -> Tensor:
+        """As `Gradients.norms`."""
+        ...
+
+    def scale_later(self, factor: Tensor) -> None:
+        """As `Gradients.scale`, before anybody reads them."""
+
+
 class Gradients:
     """Gradients of the parameters of one `FlatLayout`: the local buffer in ``reduce_dtype``, and `reduced`.
 
@@ -51,7 +87,10 @@ class Gradients:
         has_writes: whether a user has changed unsharded gradients in place, and ranks have not compared that.
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
         offset: of `reduced` in the flat buffer.
+        away: where reduced gradients wait, if that is off the device.
     """
+
+    away: GradsAway | None = None
 
     def __init__(
         self,
@@ -225,9 +264,12 @@ class Gradients:
 
         If it outlives the local buffer, in its own memory from the beginning.
         """
-        running, reduced = self.reducer.running_sum, self.reduced
+        running = self.reducer.running_sum
         if running is not None:
-            running.follow(reduced)
+            if self.away is not None:
+                self.away.come_back()
+            running.follow(self.reduced)
+        reduced = self.reduced
         if reduced is not None and (running is not None or self.adds_in_place):
             return reduced
         part = local[self._own_slice]
@@ -258,11 +300,14 @@ class Gradients:
         self._reduction.deliver(self._arriving)
         arrived, self._reduction = self._arriving, None
         del self._arriving, self._work
-        self._keep(arrived)
+        if self.away is None:
+            self.keep_here(arrived)
+        else:
+            self.away.keep(arrived)
         if not self.keep_local and not self.pending:
             self._local, self._views = None, []
 
-    def _keep(self, arrived: Tensor) -> None:
+    def keep_here(self, arrived: Tensor) -> None:
         """Add what has arrived to `reduced`."""
         if self.reduced is None:
             arrived = arrived.to(self.reduced_dtype)
@@ -285,6 +330,8 @@ class Gradients:
 
         ``cuts``: what `cuts` returned. One operation makes all views of 1-D pieces.
         """
+        if self.away is not None:
+            return self.away.pieces_there(pieces, cuts)
         reduced = self.reduced
         assert reduced is not None
         if cuts:
@@ -320,11 +367,15 @@ class Gradients:
 
     def norms(self, norm_type: float) -> Tensor:
         """``[len(shards)]``: the p-norm of each of the `shards`, on the device of the weights."""
+        if self.away is not None:
+            return self.away.norms_there(norm_type)
         return torch.stack([norm_of(shard, norm_type) for shard in self.shards()])
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the reduced gradients by ``factor``, 0-dim."""
-        if self.reduced is not None:
+        if self.away is not None:
+            self.away.scale_later(factor)
+        elif self.reduced is not None:
             self.reduced.mul_(factor)
 
     def clear(self, slots: set[int]) -> None:
@@ -370,7 +421,8 @@ class Gradients:
 
         They may share memory.
         """
-        return self._local, self.reduced, None if self._reduction is None else self._arriving
+        reduced = self.reduced if self.away is None else self.away.reduced_now
+        return self._local, reduced, None if self._reduction is None else self._arriving
 
     @property
     def packed(self) -> Tensor | None:
@@ -380,7 +432,7 @@ class Gradients:
     @property
     def away_bytes(self) -> int:
         """Bytes of those that wait for the optimizer off the device."""
-        return 0
+        return 0 if self.away is None else self.away.num_bytes
 
     @property
     def resident_bytes(self) -> int:

@@ -2,69 +2,165 @@
 
 Hooks on the tensors that go into a module and come out tell when its backward ends and begins: a call's outputs
 receive their gradients before anything inside runs backward, and its inputs receive theirs after everything inside has.
-Recomputed modules, and outputs that are views or inside of objects, need `zeroshard.zero.runtime.module_hooks`.
 
 [Note: Which call]
     A module may be called several times, and a graph run backward twice: a call's hooks fire once per backward pass.
+
+[Note: Recomputation]
+    Activation checkpointing runs a unit's forward again inside backward, and may leave it by an exception once it
+    has recomputed enough. Such a forward must gather the weights but never free them: the backward that asked for it
+    comes next. `in_backward` tells it from an ordinary forward. Reentrant checkpointing then runs a backward of its
+    own, nested in the first, through what it recomputed. Its inputs are leaves, whose gradients may arrive before
+    everything inside is done, so such a call ends when the nested backward ends.
+
+[Note: Transforms]
+    Inside `torch.func.grad`, `vmap` and the like a tensor stands for several, and torch refuses writes into buffers. So
+    the engine ignores a unit's call there: the unit's weights must be readable already, and the transform keeps the
+    gradients.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.host.torch_internals import tree_leaves, tree_map
+from zeroshard.host.torch_internals import at_end_of_backward, base_of, in_backward, in_transform, tree_map
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.core.passes import Passes
+from zeroshard.zero.core.forward import Forward
+from zeroshard.zero.core.tensors import cast, tensors_in
+
+NO_COPY = (
+    "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
+    "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
+)
+
+
+class HookedUnit(Protocol):
+    """A unit, as far as hooks know it."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def gather_in_flight(self) -> bool:
+        """As of a `Unit`."""
+        ...
+
+    @property
+    def readable(self) -> bool:
+        """As of a `Unit`."""
+        ...
+
+    def trained_groups(self) -> list[Any]:
+        """As of a `Unit`."""
+        ...
+
+
+class Listener(Protocol):
+    """What hears of units: `Passes`, or another one in its place.
+
+    Attributes:
+        forward, backward: as of `Passes`.
+    """
+
+    forward: Forward
+
+    @property
+    def backward(self) -> object:
+        """The backward pass that is running."""
+        ...
+
+    def pre_forward(self, unit: Any) -> None:
+        """A unit is called."""
+
+    def post_forward(self, unit: Any, *, grads_flow: bool, keep_unsharded: bool = False) -> None:
+        """A unit returns. ``keep_unsharded``: no hook will tell when backward needs its weights."""
+
+    def pre_backward(self, unit: Any, forward: Forward | None) -> None:
+        """A call's outputs have their gradients; ``forward``: None for a call that was recomputed in backward."""
+
+    def post_backward(self, unit: Any, forward: Forward | None) -> None:
+        """A call's inputs have their gradients; ``forward``: None for a call that was recomputed in backward."""
+
+    def views(self, unit: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the tensors that share storage with weights of the unit that are freed after forward."""
+        ...
 
 
 class UnitHooks:
     """The hooks of one unit's module; ``cast``: the dtype that floating-point inputs are cast to, or None."""
 
-    def __init__(self, unit: Any, passes: Passes[Any, Any], cast: torch.dtype | None = None) -> None:
+    def __init__(self, unit: HookedUnit, passes: Listener, cast: torch.dtype | None = None) -> None:
         self.unit, self.passes, self.cast = unit, passes, cast
 
     def attach(self) -> list[Any]:
         """Hook the module; returns removable handles."""
-        before, after, module = uncompiled(self.before), uncompiled(self.after), self.unit.module
-        pre_hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        return [pre_hook, module.register_forward_hook(after, with_kwargs=True)]
+        hook, module = _hook_of_unit(), self.unit.module
+        return [
+            module.register_forward_pre_hook(hook(self.before), with_kwargs=True, prepend=True),
+            module.register_forward_hook(hook(self.after), with_kwargs=True),
+        ]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before forward: report it, and hook the inputs, whose gradients end the backward."""
         unit, passes = self.unit, self.passes
-        passes.pre_forward(unit)
-        if torch.is_grad_enabled():
-            # Hook them now: the module may change its inputs in place, or put its outputs into the same container.
-            inputs, forward = self.with_graph((*args, *kwargs.values())), passes.forward
-            forward.hook(inputs, once_per_pass(passes, lambda: passes.post_backward(unit, forward)))
-        return self.cast_inputs(args, kwargs)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """After forward: report it, and hook the outputs, whose gradients begin the backward."""
-        unit, passes, forward = self.unit, self.passes, self.passes.forward
-        outputs = self.with_graph(output) if torch.is_grad_enabled() else []
-        forward.hook(outputs, once_per_pass(passes, lambda: passes.pre_backward(unit, forward)))
-        passes.post_forward(unit, grads_flow=bool(outputs))
-
-    def with_graph(self, value: Any) -> list[Tensor]:
-        """The tensors in nested containers through which gradients flow on."""
-        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-
-    def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The arguments in the dtype ``cast``, as a pre-hook returns them; None: as they are."""
+        if in_transform():  # [Note: Transforms]
+            require_readable(unit)
+        else:
+            passes.pre_forward(unit)
+            if torch.is_grad_enabled() and not in_backward():
+                # Hook them now: the module may change its inputs in place, or put its outputs into the same container.
+                forward = passes.forward
+                inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.grad_fn is not None]
+                if inputs:
+                    forward.hook(inputs, once_per_pass(passes, lambda: passes.post_backward(unit, forward)))
         if self.cast is None:
             return None
-        cast = partial(Tensor.to, dtype=self.cast)
-        return tree_map(lambda x: cast(x) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
+        return tuple(cast(arg, self.cast) for arg in args), {k: cast(arg, self.cast) for k, arg in kwargs.items()}
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """After forward: report that the unit is done, and hook the outputs, whose gradients begin the backward."""
+        if in_transform():
+            return None
+        unit, passes, forward = self.unit, self.passes, self.passes.forward
+        returned, output = output, _outliving(passes, unit, output)
+        inputs = tensors_in((*args, *kwargs.values()))
+        if in_backward():  # [Note: Recomputation]
+            event = uncompiled(once_per_pass(passes, self._begins_nested))
+            for tensor in _with_bases(tensors_in(output), inputs):
+                tensor.register_hook(event)
+        elif not torch.is_grad_enabled():
+            passes.post_forward(unit, grads_flow=False)
+        else:
+            inputs = [t for t in inputs if t.requires_grad]
+            outputs = _with_bases(tensors_in(output), inputs)
+            # The hooks refer to ``forward``, so it lives as long as a graph of this forward does.
+            forward.hook(outputs, once_per_pass(passes, lambda: passes.pre_backward(unit, forward)))
+            # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
+            keep_unsharded = not outputs and bool(inputs or unit.trained_groups())
+            passes.post_forward(unit, grads_flow=bool(outputs), keep_unsharded=keep_unsharded)
+        return None if output is returned else output
+
+    def _begins_nested(self) -> None:
+        self.passes.pre_backward(self.unit, None)
+        at_end_of_backward(uncompiled(lambda: self.passes.post_backward(self.unit, None)))
 
 
-def once_per_pass(passes: Passes[Any, Any], event: Callable[[], None]) -> Callable[[Tensor], None]:
+def require_readable(unit: HookedUnit) -> None:
+    """Raise RuntimeError if a unit that is called in a transform would have to gather its weights."""
+    if unit.gather_in_flight or not unit.readable:
+        raise RuntimeError(
+            f"{unit.name}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
+            "call the transform inside zero.full_params()"
+        )
+
+
+def once_per_pass(passes: Listener, event: Callable[[], None]) -> Callable[[Tensor], None]:
     """A hook of tensors that calls ``event`` at the first gradient of each backward pass: [Note: Which call]."""
     last: object = None
 
@@ -77,15 +173,108 @@ def once_per_pass(passes: Passes[Any, Any], event: Callable[[], None]) -> Callab
     return hook
 
 
-def take_gradients(passes: Passes[Any, Any]) -> list[Any]:
-    """Have each trained parameter's gradient moved to its flat buffer once autograd has it; returns handles."""
+class EngineHook:
+    """A module's hook that belongs to one engine: it, and so the module, can be neither copied nor pickled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "torch.save(model), pickle: the model holds this rank's engine; save zero.state_dict(), or everything by "
+            "zeroshard.save()"
+        )
+
+
+@cache
+def _hook_of_unit() -> Any:  # a class; made late, because `uncompiled` imports the compiler
+    class UnitHook(EngineHook):
+        """Runs a function before or after the forward of a unit."""
+
+        def __init__(self, run: Callable[..., Any]) -> None:
+            self._run = run
+
+        @uncompiled
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the function."""
+            return self._run(*args, **kwargs)
+
+    return UnitHook
+
+
+def _with_bases(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the outputs that have a graph, and the tensors made in forward of which they are views.
+
+    If a view is changed in place, backward goes past the view's own node, and so past a hook on it, to its base.
+    """
+    found = [tensor for tensor in outputs if tensor.grad_fn is not None]
+    bases = [base for tensor in found if (base := base_of(tensor)) is not None]
+    if not bases:
+        return found
+    given = {id(tensor if (base := base_of(tensor)) is None else base) for tensor in inputs}
+    return found + [base for base in bases if base.grad_fn is not None and id(base) not in given]
+
+
+def _outliving(passes: Listener, unit: HookedUnit, output: Any) -> Any:
+    """Return ``output`` with clones of tensors that share storage with the unit's weights, which will be freed.
+
+    Raises:
+        RuntimeError: such a tensor is inside an object, where it cannot be replaced.
+    """
+    found = passes.views(unit, tensors_in(output))
+    if not found:
+        return output
+    views = {id(tensor) for tensor in found}
+    output = tree_map(lambda leaf: leaf.clone() if id(leaf) in views else leaf, output)
+    if passes.views(unit, tensors_in(output)):
+        raise RuntimeError(
+            f"{unit.name}: it returns a view of its own weights inside an object, and they are freed after forward; "
+            "return a clone"
+        )
+    return output
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------
+
+
+class GradTaker(Protocol):
+    """What a parameter shows as its ``grad``: it takes the gradient that autograd has left there off it."""
+
+    def take(self, param: Tensor) -> Tensor:
+        """Return it, and take it off ``param.grad``."""
+        ...
+
+    def show(self) -> None:
+        """It is in the flat buffer."""
+
+
+class ShowsNothing:
+    """The plain member: ``param.grad`` stays None."""
+
+    def take(self, param: Tensor) -> Tensor:
+        """Return ``param.grad``, which is None from now on."""
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        return grad
+
+    def show(self) -> None:
+        """Nothing."""
+
+
+NOTHING = ShowsNothing()
+
+
+def take_gradient(passes: Any, group: Any, slot: int, param: Tensor, shown: GradTaker = NOTHING) -> Any:
+    """Have a trained parameter's gradient moved to its flat buffer once autograd has it; returns a handle."""
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
-    slots = [(weakref.ref(group), *each) for group in passes.groups() for each in enumerate(group.params.params)]
-    hooks = [(param, partial(uncompiled(_take), weakref.ref(passes), group, slot)) for group, slot, param in slots]
-    return [param.register_post_accumulate_grad_hook(hook) for param, hook in hooks if param.requires_grad]
+    passes_ref, group_ref, shown_ref = weakref.ref(passes), weakref.ref(group), weakref.ref(shown)
 
+    def move_to_buffer(param: Tensor) -> None:
+        passes, group, shown = passes_ref(), group_ref(), shown_ref()
+        assert passes is not None and group is not None and shown is not None  # noqa: PT018
+        grad = shown.take(param)
+        passes.expect_grad(group)
+        group.grads.accumulate(slot, grad)
+        shown.show()
 
-def _take(passes_ref: Callable[[], Any], group_ref: Callable[[], Any], slot: int, param: Tensor) -> None:
-    group, grad, param.grad = group_ref(), param.grad, None
-    passes_ref().expect_grad(group)
-    group.grads.accumulate(slot, grad)
+    return param.register_post_accumulate_grad_hook(uncompiled(move_to_buffer))

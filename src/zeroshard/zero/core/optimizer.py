@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import nn
@@ -25,15 +25,15 @@ Homes = dict[nn.Parameter, tuple[AnyGroup, int]]  # the group that holds a param
 State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 
 
-class StepOperands:
-    """Where a step finds masters, gradients and states: here, on the device and as the class takes them.
+class StepOperands(Protocol):
+    """Where a step finds masters, gradients and states, if some are elsewhere between steps.
 
-    A subclass keeps some elsewhere between steps: gradients in a narrower dtype, states on the host, or on disk.
+    Gradients may be there in a narrower dtype, states on the host, or on disk.
     """
 
     def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the pieces of which operands must be brought."""
-        return []
+        ...
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Bring the operands of these pieces, which `to_bring` has returned."""
@@ -42,10 +42,31 @@ class StepOperands:
         """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
 
 
-class PieceOptimizer(Generic[AnyGroup]):
-    """An instance of the user's class, `optimizer`, over this rank's pieces of some of the model's parameters."""
+class StepListener(Protocol):
+    """What is asked before a step, and told after it: `zeroshard.zero.stepping.engine_optimizers`."""
 
-    operands = StepOperands()
+    def before_update(self, members: set[nn.Parameter]) -> None:
+        """Refuse a step of the optimizer of these parameters (empty: one with a closure) that would be wrong."""
+
+    def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
+        """Note that a step of this optimizer is about to mark the weights of its parameters stale."""
+
+    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
+        """Clear the gradients of ``params`` (None: of all), or set them to zero."""
+
+
+class PieceOptimizer(Generic[AnyGroup]):
+    """An instance of the user's class, `optimizer`, over this rank's pieces of some of the model's parameters.
+
+    Attributes:
+        operands: where its steps find masters, gradients and states; None: on the device, as the class takes them.
+        listener: is asked before its steps, and told after them; None: nobody is.
+        has_state: whether it has stepped, or state was loaded into it: the same on every rank.
+    """
+
+    operands: StepOperands | None = None
+    listener: StepListener | None = None
+    has_state = False
 
     def __init__(self, cls: type[Optimizer], params: Iterable[Any], homes: Homes[AnyGroup], /, **settings: Any) -> None:
         given = list(params)  # parameters, or dicts of some and their settings, as the class itself takes them
@@ -61,29 +82,42 @@ class PieceOptimizer(Generic[AnyGroup]):
 
     def hold_pieces(self) -> None:
         """Take this rank's pieces, for each param group, in the flat groups that hold the parameters now."""
+        self._members = {param for chosen in self.by_group for param in chosen}
         homes = [[self.homes[param] for param in chosen] for chosen in self.by_group]
         self.pieces = [[shard for home in chosen for _, shard in pieces_in(*home)] for chosen in homes]
         self.slots: dict[AnyGroup, set[int]] = {}  # of these parameters in each of the flat groups
         for group, slot in chain.from_iterable(homes):
             self.slots.setdefault(group, set()).add(slot)
 
+    @property
+    def members(self) -> set[nn.Parameter]:
+        """The model's parameters that it updates."""
+        return self._members
+
     def step(self) -> None:
         """Update this rank's pieces. No communication: weights are gathered before their next use."""
         self.before_step()
-        self.operands.bring(self.operands.to_bring(chain.from_iterable(self.pieces)))
+        if self.operands is not None:
+            self.operands.bring(self.operands.to_bring(chain.from_iterable(self.pieces)))
         try:
             self.optimizer.step()
         finally:
-            self.operands.take_back()
+            if self.operands is not None:
+                self.operands.take_back()
         self.after_step()
 
     def before_step(self) -> None:
-        """Raise RuntimeError if gradients have accumulated that no backward has reduced."""
-        if any(group.unreduced for group in self.slots):
+        """Raise RuntimeError if gradients have accumulated that no backward has reduced, or the listener refuses."""
+        if self.listener is not None:
+            self.listener.before_update(self.members)
+        elif any(group.unreduced for group in self.slots):
             raise RuntimeError("step: gradients were never reduced; let the last backward of a step reduce them")
 
     def after_step(self) -> None:
         """Mark the weights stale that the step may have changed, the same on every rank."""
+        self.has_state = True
+        if self.listener is not None:
+            self.listener.after_update(self.optimizer, self.members)
         skips = type(self.optimizer).__module__.startswith("torch.optim.")  # parameters without a gradient
         for group, slots in self.slots.items():
             params, used = group.params.params, group.grads.used
@@ -92,8 +126,11 @@ class PieceOptimizer(Generic[AnyGroup]):
                 torch.autograd.graph.increment_version(changed)  # a backward through an earlier graph must raise
                 group.params.mark_stale()
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the parameters."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters; without ``set_to_none`` the listener sets them to zero."""
+        if self.listener is not None:
+            self.listener.clear_grads(self.members, set_to_none=set_to_none)
+            return
         for group, slots in self.slots.items():
             group.grads.clear(slots)
             group.unreduced = group.unreduced and len(slots) < len(group.params.params)

@@ -6,7 +6,8 @@ every unit has one group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import nn
@@ -18,8 +19,9 @@ from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.core.precision import Precision
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import Weights, WeightTransport
+from zeroshard.zero.core.weights import SHARDED, PlainTransport, Weights
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 Named = list[tuple[str, nn.Parameter]]  # parameters with their names in the model
 
 
@@ -48,7 +50,7 @@ class Group:
         """Move parameters of one dtype and device to flat buffers, in order. Collective."""
         comm, dtype, device = rank_groups.shard_group, params[0][1].dtype, params[0][1].device
         layout = FlatLayout.of([(each, param.shape) for each, param in params], comm.world_size, ALIGNMENT)
-        weights = Weights(name, params, layout, strategy, rank_groups, precision, WeightTransport(comm, layout))
+        weights = Weights(name, params, layout, strategy, rank_groups, precision, PlainTransport(comm, layout))
         dtypes = precision.reduced_dtype(dtype), precision.gradient_dtype(dtype)
         return cls(weights, Gradients(name, layout, strategy, rank_groups, device, *dtypes))
 
@@ -60,10 +62,14 @@ class Group:
     @property
     def trained(self) -> bool:
         """Whether any parameter of the group takes gradients now."""
-        return any(param.requires_grad for param in self.params.params)
+        return any(map(_REQUIRES_GRAD, self.params.params))
 
     def expose_grads(self) -> None:
         """Set ``grad`` of the optimizer's pieces to the reduced gradients; None if no rank had one."""
+        if self.grads.away is not None:
+            self.grads.away.land()
+            if self.grads.away.reduced_now is None:
+                return  # nothing that could be shown has stayed
         used, pieces = self.grads.used, self.params.pieces
         for piece, shard, grad in zip(pieces, self.shards, self.grads.pieces(pieces, self._cuts), strict=True):
             shard.grad = grad if used[piece.slot] else None
@@ -80,39 +86,59 @@ class Unit(Generic[AnyGroup]):
         module: the module whose forward uses the weights.
         read_in_backward: whether its backward uses them too, as an embedding's does not; if not, it gathers none.
         num_running_forwards, active: numbers of its calls in forward, without recomputation, and in backward now.
+        entered: whether a call of the module is in forward now, or was recomputed and its backward has not ended.
+        keep_unsharded_after: the forwards, by number, after which weights stay unsharded until backward is over,
+            because no hook will tell when backward needs them.
     """
 
     def __init__(self, name: str, module: nn.Module, groups: list[AnyGroup], *, read_in_backward: bool = True) -> None:
         self.name, self.module, self.groups = name, module, groups
         self.read_in_backward = read_in_backward
         self.num_running_forwards = self.active = 0
+        self.entered = False
+        self.keep_unsharded_after: dict[int, object] = {}
+
+    def forget_forwards(self, forwards: Iterable[int] | None = None) -> None:
+        """Expect no more backwards of the forwards with these numbers; None: of any forward."""
+        self.entered = self.num_running_forwards > 0
+        if self.keep_unsharded_after:
+            for index in list(self.keep_unsharded_after) if forwards is None else forwards:
+                self.keep_unsharded_after.pop(index, None)
+
+    def named_slots(self) -> Iterator[tuple[str, nn.Parameter, AnyGroup, int]]:
+        """Yield ``(name, parameter, group, slot)`` of each parameter."""
+        for group in self.groups:
+            for index, (slot, param) in enumerate(zip(group.params.layout.slots, group.params.params, strict=True)):
+                yield slot.name, param, group, index
 
     def unshard(self, *, again: bool = False) -> bool:
         """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
-        before = self.gather_in_flight
+        started = False
         for group in self.groups:
-            group.params.unshard(again=again)
-        return self.gather_in_flight and not before
+            started = group.params.unshard(again=again) or started
+        return started
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight."""
         for group in self.groups:
-            group.params.wait_for_unshard()
+            if group.params.state.in_flight:
+                group.params.wait_for_unshard()
 
     @property
     def gather_in_flight(self) -> bool:
         """Whether a gather was started that nobody has waited for yet."""
-        return any(group.params.gather_in_flight for group in self.groups)
+        return any(group.params.state.in_flight for group in self.groups)
 
     @property
     def readable(self) -> bool:
         """Whether the module's parameters are unsharded and current now, or will be after `wait_for_unshard`."""
-        return all(group.params.readable for group in self.groups)
+        return all(group.params.state.readable for group in self.groups)
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
         for group in self.groups:
-            group.params.reshard()
+            if group.params.state is not SHARDED:
+                group.params.reshard()
 
     def trained_groups(self) -> list[AnyGroup]:
         """Return the groups that take gradients now, or may have some from a backward that did not reduce."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,33 +58,81 @@ class WeightState(Enum):
     REFRESHING = "refreshing"
     UNSHARDED = "unsharded"
 
+    in_flight: bool  # whether a gather was started that nobody has waited for
+    readable: bool  # whether the weights are current now, or will be once it is waited for
+    visible: bool  # whether parameters are views of the unsharded weights
+    stale: bool  # whether these are older than the master
+
+
+for _state in WeightState:  # plain attributes: a step asks for them some hundred times
+    _state.in_flight = _state.name in ("GATHERING", "REFRESHING")
+    _state.readable = _state.in_flight or _state.name == "UNSHARDED"
+    _state.visible = _state.name in ("UNSHARDED", "REFRESHING", "STALE_VISIBLE")
+    _state.stale = _state.name in ("STALE_HIDDEN", "STALE_VISIBLE")
 
 SHARDED, GATHERING, REFRESHING = WeightState.SHARDED, WeightState.GATHERING, WeightState.REFRESHING
 STALE_HIDDEN, STALE_VISIBLE, UNSHARDED = WeightState.STALE_HIDDEN, WeightState.STALE_VISIBLE, WeightState.UNSHARDED
 
 
-class WeightTransport:
-    """How the unsharded weights of one buffer come to be from the shards of the ranks ``comm``; the plain member.
+class WeightTransport(Protocol):
+    """How the unsharded weights of one buffer come to be from the shards of the ranks ``comm``.
 
     A gather has three steps: `prepare` makes this rank's shard ready to be sent (on a GPU on the stream ``copy_in``),
-    `start` issues the collective, and `finish` does what is left once that is done. A new member is a subclass, and a
+    `start` issues the collective, and `finish` does what is left once that is done. A new member is a class, and a
     line in `zeroshard.zero.transport.members`:
 
     | transport         | what is sent                                                                                 |
     |-------------------|----------------------------------------------------------------------------------------------|
-    | `WeightTransport` | each rank's shard, in the compute dtype                                                      |
+    | `PlainTransport`  | each rank's shard, in the compute dtype                                                      |
     | `PackedTransport` | its codes and scales in a wire format, decoded by every rank                                 |
     | `NodeTransport`   | either of them once a step between nodes; later gathers are of a second copy inside the node |
     """
 
-    form: Format | None = None  # the wire format; None: weights are sent in the compute dtype
+    @property
+    def form(self) -> Format | None:
+        """The wire format; None: weights are sent in the compute dtype."""
+        ...
+
+    @property
+    def resident(self) -> list[Tensor]:
+        """What stays from one gather to the next."""
+        ...
+
+    @property
+    def in_flight(self) -> list[Tensor]:
+        """What a gather in flight has, beside the unsharded weights."""
+        ...
+
+    def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
+        """Make the shard ``master [own_numel]`` ready; ``changed``: this rank's shard of ``full`` is older than it."""
+
+    def start(self, full: Tensor) -> Work:
+        """Issue the collective."""
+        ...
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
+        """Copy ``master``, which is not sharded, to ``full`` after these marks; None: it is done."""
+        ...
+
+    def finish(self, full: Tensor) -> bool:
+        """Complete ``full`` after the collective; return whether memory was written that `prepare` reads later."""
+        ...
+
+    def invalidate(self) -> None:
+        """Record that master weights have changed, on every rank."""
+
+
+class PlainTransport:
+    """Sends each rank's shard in the compute dtype."""
+
+    form: Format | None = None
 
     def __init__(self, comm: Communicator, layout: FlatLayout) -> None:
         self.comm, self.layout = comm, layout
         self._own = slice(*layout.interval(comm.rank))
         self._sent: Tensor | None = None
-        self.resident: list[Tensor] = []  # what stays from one gather to the next
-        self.in_flight: list[Tensor] = []  # what a gather in flight has, beside the unsharded weights
+        self.resident: list[Tensor] = []
+        self.in_flight: list[Tensor] = []
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
         """Make the shard ``master [own_numel]`` ready; ``changed``: this rank's shard of ``full`` is older than it."""
@@ -109,6 +158,37 @@ class WeightTransport:
         """Record that master weights have changed, on every rank."""
 
 
+class WeightWatch(Protocol):
+    """Is told what happens to weights that users may read and write: `zeroshard.zero.buffers.flat_params` is."""
+
+    def before_gather(self) -> None:
+        """A gather is about to write over what is in the weights."""
+
+    def gather_issued(self) -> None:
+        """It has been issued, or has failed."""
+
+    def before_arrival(self) -> None:
+        """A gather is about to be waited for."""
+
+    def arrived(self, *, hidden: bool) -> None:
+        """The weights are current; ``hidden``: parameters showed NaN until now."""
+
+    def before_free(self) -> None:
+        """The memory of the weights is about to be freed."""
+
+    def freed(self) -> None:
+        """It is."""
+
+    def before_stale(self) -> None:
+        """The master has changed, and what is in the weights is older."""
+
+    def stale_now(self) -> None:
+        """The weights are marked so."""
+
+    def before_read(self) -> None:
+        """The master is about to be read."""
+
+
 class Weights:
     """Parameters of one dtype and device, as views of one buffer. Collective: rank 0's values are broadcast.
 
@@ -119,7 +199,10 @@ class Weights:
         dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
         pieces: the pieces of parameters that the optimizer on this rank updates.
         placeholder: the 0-dim NaN (0 for integers) that parameters show while their weights are hidden.
+        watch: is told of all that happens to the weights.
     """
+
+    watch: WeightWatch | None = None
 
     def __init__(
         self,
@@ -161,7 +244,7 @@ class Weights:
         self.use_streams(NO_STREAMS)
         self.state = UNSHARDED
         self._show(self._views)
-        Weights.reshard(self)  # a subclass is not complete yet
+        self.reshard()
 
     def use_streams(self, streams: Streams) -> None:
         """Gather on these streams from now on."""
@@ -178,13 +261,24 @@ class Weights:
                 part = source.reshape(-1)[slice(*piece.interval)]
                 self.piece_of_master(piece).copy_(part.view(piece.shape))
 
-    def unshard(self, *, again: bool = False) -> None:
-        """Issue the gather of ``full``, unless it is current; ``again``: even so, as other ranks may lack theirs."""
-        if self._work is None and (again or not self.readable):
+    def unshard(self, *, again: bool = False) -> bool:
+        """Issue the gather of ``full``, unless it is current; ``again``: even so, as other ranks may lack theirs.
+
+        Returns whether one was started.
+        """
+        if self._work is not None or (self.state.readable and not again):
+            return False
+        if (watch := self.watch) is not None:
+            watch.before_gather()
+        try:
             self._gather()
+        finally:
+            if watch is not None:
+                watch.gather_issued()
+        return self.state.in_flight
 
     def _gather(self) -> None:
-        current, visible = self.readable, self.visible
+        current, visible = self.state.readable, self.state.visible
         changed = not current or self.shard_params  # whether this rank's shard of `full` must be written
         read_at = self._streams.mark() if current else None  # by kernels that are queued already
         with torch.no_grad():
@@ -193,20 +287,24 @@ class Weights:
                     self._work = self.transport.copy(self.full, self.master, self._streams, self._written_at)
                 self.state = GATHERING if not visible else REFRESHING if self._work else UNSHARDED
                 return
+            # The copy reads the master, so it waits for the step that wrote it; it writes where kernels may still read.
             with self._streams.on("copy_in", self._written_at, read_at):
                 if self.state is SHARDED:
                     self.full.untyped_storage().resize_(self.full.nbytes)
                 self.state = REFRESHING if visible else GATHERING
                 self.transport.prepare(self.full, self.master, changed=changed)
                 copied_at = self._streams.mark()
+            # The collective reads what the copy wrote. Nobody waits here: computation goes on until `wait_for_unshard`.
             with labelled(f"{self.name}/weights"), self._streams.on("gather", copied_at):
                 self._work = self._streams.issued(self.transport.start(self.full))
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight, if there is one, and make the parameters views of ``full``."""
-        if not self.gather_in_flight:
+        if not self.state.in_flight:
             return
-        work, visible = self._work, self.visible
+        if (watch := self.watch) is not None:
+            watch.before_arrival()
+        work, visible = self._work, self.state.visible
         self._work, self.state = None, STALE_VISIBLE if visible else STALE_HIDDEN  # as it is if the collective fails
         if work is not None:
             work.wait()
@@ -215,26 +313,41 @@ class Weights:
         if not visible:
             self._show(self._views)
         self.state = UNSHARDED
+        if watch is not None:
+            watch.arrived(hidden=not visible)
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
-        if self.shard_params and self.state is not SHARDED:
-            self.wait_for_unshard()
-            self._show(self._hidden)
-            self._streams.freed()
-            self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
-            self.state = SHARDED
+        if not self.shard_params or self.state is SHARDED:
+            return
+        self.wait_for_unshard()
+        if (watch := self.watch) is not None:
+            watch.before_free()
+        self.free_memory()
+        if watch is not None:
+            watch.freed()
+
+    def free_memory(self) -> None:
+        """Have parameters show NaN, and free the unsharded weights."""
+        self._show(self._hidden)
+        self._streams.freed()  # not before kernels that read them are done
+        self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
+        self.state = SHARDED
 
     def mark_stale(self) -> None:
         """Record that the master has changed, so that the next `unshard` refreshes ``full``."""
+        if (watch := self.watch) is not None:
+            watch.before_stale()
         self.reshard()
         self.transport.invalidate()
         if self.state is not SHARDED and (self.shard_optim or not self._aliased):
             self.wait_for_unshard()  # an exception may have ended a forward before it was waited for
-            if self.visible and not self._aliased:
+            if self.state.visible and not self._aliased:
                 self._show(self._hidden)
             self.state = STALE_VISIBLE if self._aliased else STALE_HIDDEN
-        self._written_at = self._streams.mark()
+        self._written_at = self._streams.mark()  # the next gather reads the master behind the step
+        if watch is not None:
+            watch.stale_now()
 
     def _show(self, tensors: list[Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
@@ -242,6 +355,8 @@ class Weights:
 
     def gather_master(self) -> Tensor:
         """Gather every shard's master: a new tensor ``[padded_numel]`` in the parameters' own dtype. Collective."""
+        if (watch := self.watch) is not None:
+            watch.before_read()
         if not self.shard_optim:
             return self.master.to(self.full.device, self.dtype, copy=True)
         flat = torch.empty(self.layout.padded_numel, dtype=self.master.dtype, device=self.full.device)
@@ -250,19 +365,24 @@ class Weights:
         return flat.to(self.dtype)
 
     @property
+    def sends(self) -> bool:
+        """Whether ranks gather the weights from each other for each use."""
+        return self.shard_params
+
+    @property
     def readable(self) -> bool:
         """Whether ``full`` is unsharded and current now, or will be after `wait_for_unshard`."""
-        return self.state in (UNSHARDED, GATHERING, REFRESHING)
+        return self.state.readable
 
     @property
     def gather_in_flight(self) -> bool:
         """Whether `unshard` was called without `wait_for_unshard` since."""
-        return self.state in (GATHERING, REFRESHING)
+        return self.state.in_flight
 
     @property
     def visible(self) -> bool:
         """Whether the parameters are views of ``full``."""
-        return self.state in (UNSHARDED, REFRESHING, STALE_VISIBLE)
+        return self.state.visible
 
 
 def broadcast_values(weights: Weights, flat: Tensor) -> Tensor:

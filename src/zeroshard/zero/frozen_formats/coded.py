@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator, Work, empty_for, labelled
 from zeroshard.comm.base import DONE
+from zeroshard.comm.streams import Mark, Streams
 from zeroshard.host.errors import UserError
 from zeroshard.optim.named_shards import FROZEN, NamedShard, ShardReader, read_whole, require_shape
 from zeroshard.settings.wire_formats import BlockFormat
@@ -96,7 +97,7 @@ class Codes:
         return [int.from_bytes(hashlib.blake2b(each, digest_size=7).digest(), "little") for each in sums]
 
 
-class CodeTransport(WeightTransport):
+class CodeTransport:
     """Brings weights from codes: those that this rank has, or at stage 3 those that all ranks gather.
 
     Args:
@@ -106,7 +107,10 @@ class CodeTransport(WeightTransport):
     """
 
     def __init__(self, comm: Communicator, layout: FlatLayout, codes: Codes, *, shards: bool) -> None:
-        super().__init__(comm, layout)
+        self.comm, self.layout = comm, layout
+        self.form, self.resident = None, list[Tensor]()
+        self.in_flight: list[Tensor] = []
+        self._sent: Tensor | None = None
         self._codes, self.sends = codes, shards
 
     def prepare(self, full: Tensor, master: Tensor, *, changed: bool) -> None:
@@ -124,6 +128,13 @@ class CodeTransport(WeightTransport):
         assert self._sent is not None
         sent, self._sent = self._sent, None
         return self.comm.all_gather(self.in_flight[0], sent)
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> None:
+        """Decode the codes ``master``, of which every rank has all."""
+        self._codes.decode(master, full)
+
+    def invalidate(self) -> None:
+        """Nothing: codes are decoded for each use."""
 
     def finish(self, full: Tensor) -> bool:
         """Decode what was gathered."""
@@ -148,6 +159,7 @@ class CodedParams(FlatParams):
 
     def __init__(self, *args: Any, form: BlockFormat, strategy: ShardingStrategy, **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
+        self._is_complete = False
         flat = Weights.gather_master(self)  # nothing was written to them yet
         shards = self.comm.world_size > 1 and strategy.params is SHARD
         self._format, self._codes = form, Codes(self.layout, form, self.comm.world_size if shards else 1)
@@ -158,7 +170,8 @@ class CodedParams(FlatParams):
             self.full = torch.empty_like(self.full)  # memory of torch's own: the storage will be resized
             self._views = self.layout.views(self.full)
         self.shard_optim = self.shard_params = True
-        Weights.reshard(self)
+        self.reshard()
+        self._is_complete = True
 
     def take_codes(self, codes: Tensor) -> None:
         """From now on these are the weights' codes: all of them, with any padding."""
@@ -188,7 +201,7 @@ class CodedParams(FlatParams):
 
     def write_back(self) -> None:
         """Encode values that were written into the weights, and show what they have become."""
-        assert self.visible, "hidden parameters show NaN"
+        assert self.state.visible, "hidden parameters show NaN"
         self.changes.take_assigned(self._views)
         with torch.no_grad():
             if self._exposed_bits is None or not torch.equal(self._exposed_bits, bit_sums(self.full)):

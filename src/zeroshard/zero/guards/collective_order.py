@@ -31,9 +31,9 @@ from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.host.torch_internals import as_plain
 from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.runtime.agreement import Agreement
+from zeroshard.zero.runtime.calls import Calls
 
 _STEPS = (
     "backward: ranks ran a different number of backwards before a step of the optimizer, so their weights may differ; "
@@ -43,7 +43,7 @@ _STEP, _NOTHING = "a step of an optimizer", "nothing more"
 REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that differs
 
 
-class CollectiveOrder(Agreement):
+class CollectiveOrder(Calls):
     """Records the gathers and steps of this rank; to agree on flags is to compare them.
 
     Args:
@@ -59,7 +59,7 @@ class CollectiveOrder(Agreement):
         self._now: list[str] = []  # the last settings that were noted
         self._at_step: list[str] | None = None  # those of the last step since ranks agreed
 
-    def note_gather(self, unit: Unit) -> None:
+    def note_gather(self, unit: FlatUnit) -> None:
         """Record that this rank has issued a gather of the unit's weights."""
         self._log.add(unit.name)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from zeroshard.host.torch_internals import contents_of, own_parameters
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.optimizers.adoption import has_owner
 
 
@@ -31,7 +31,7 @@ class Known:
         root, units: the engine's units.
     """
 
-    def __init__(self, model: nn.Module, root: Unit, units: Iterable[Unit]) -> None:
+    def __init__(self, model: nn.Module, root: FlatUnit, units: Iterable[FlatUnit]) -> None:
         self._model, self._root = model, root
         self._homes = {param: unit for unit in (root, *units) for _, param, _, _ in unit.named_slots()}
         self._owned = {(module, param) for module in model.modules() for param in own_parameters(module).values()}

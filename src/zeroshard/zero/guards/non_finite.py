@@ -21,8 +21,8 @@ from torch import Tensor
 
 from zeroshard.comm.agree import by_rank
 from zeroshard.comm.streams import Mark
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
-from zeroshard.zero.runtime.runtime import LocalGrads, Runtime
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.runtime.runtime import Runtime
 
 
 class _Look(NamedTuple):
@@ -31,7 +31,7 @@ class _Look(NamedTuple):
     num_steps: int  # steps of optimizers before it
 
 
-class NonFiniteGrads(LocalGrads):
+class NonFiniteGrads:
     """Looks for NaN/Inf in the gradients of one engine."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -43,12 +43,18 @@ class NonFiniteGrads(LocalGrads):
         self._ranks: list[int] = []  # that had a NaN/Inf in the gradients that are there now
         self._warned = False
 
-    def before_reduce(self, unit: Unit) -> None:
-        """Look at a gradient of the unit, if it is one of those that are looked at."""
+    def units(self) -> set[FlatUnit]:
+        """The units at which it looks in the backward that begins: the first that has any gradients, and the root."""
         runtime = self._runtime()
         if runtime is None or runtime.comm.world_size == 1:
-            return
-        if unit is runtime.root or unit is next((each for each in runtime.order if each.trained_groups()), None):
+            return set()
+        first = next((unit for unit in runtime.order if unit.trained_groups()), runtime.root)
+        return {runtime.root, first}
+
+    def before_reduce(self, unit: FlatUnit) -> None:
+        """Look at a gradient of one of these units."""
+        runtime = self._runtime()
+        if runtime is not None:
             for group in unit.trained_groups()[:1]:
                 self._look(runtime, group)
 
@@ -67,18 +73,18 @@ class NonFiniteGrads(LocalGrads):
             there = runtime.streams_of([group]).mark()
         self._looks.append(_Look(total, there, self._num_steps))
 
-    def found(self) -> bool:
+    def votes(self) -> list[bool]:
         """Whether this rank has found a NaN/Inf that it has not reported yet."""
         waiting = [look for look in self._looks if look.there is not None and not look.there.query()]
         finished, self._looks = [look for look in self._looks if all(look is not each for each in waiting)], waiting
         bad = [look for look in finished if not math.isfinite(float(look.total))]
         self._found = max([1 + (look.num_steps < self._num_steps) for look in bad], default=0)
-        return self._found > 0
+        return [self._found > 0]
 
-    def agreed(self, found: bool) -> None:
-        """Some rank has ``found`` one: exchange which. Collective, if one has."""
+    def agreed(self, votes: list[bool]) -> None:
+        """Some rank has found one: exchange which. Collective, if one has."""
         runtime = self._runtime()
-        if not found or runtime is None:
+        if not any(votes) or runtime is None:
             return
         all_found = by_rank(runtime.comm, self._found)
         self._ranks = self._ranks or [rank for rank, each in enumerate(all_found) if each]
@@ -92,8 +98,8 @@ class NonFiniteGrads(LocalGrads):
             if look.there is not None:
                 look.there.synchronize()
         if runtime is not None and runtime.comm.world_size > 1 and not self._ranks:  # alike on every rank
-            self.found()
-            self.agreed(found=True)
+            self.votes()
+            self.agreed([True])
         return self._ranks
 
     def before_step(self) -> None:
@@ -123,7 +129,7 @@ def require_finite(runtime: Runtime, norm_type: float, norm: Tensor) -> Tensor:
     """Return the global ``norm`` of an engine's gradients, 0-dim; RuntimeError if it is NaN or inf. Collective then."""
     if math.isfinite(float(norm)):  # the same bits on every rank
         return norm
-    ranks = runtime.local_grads.ranks()
+    ranks = [] if runtime.local_grads is None else runtime.local_grads.ranks()
     who = f"; {named(ranks)} had the first NaN/Inf" if ranks else ""
     raise RuntimeError(
         f"clip_grad_norm_: the total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"

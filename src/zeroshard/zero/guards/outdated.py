@@ -31,8 +31,8 @@ from zeroshard.host.torch_internals import (
     tree_leaves,
 )
 from zeroshard.zero.buffers.flat_params import FlatParams, Reads
+from zeroshard.zero.core.hooks import NO_COPY
 from zeroshard.zero.core.weights import SHARDED
-from zeroshard.zero.runtime.module_hooks import NO_COPY
 from zeroshard.zero.runtime.runtime import Runtime
 
 
@@ -66,7 +66,7 @@ class WatchedReads(Reads):
         runtime = self._runtime()
         if runtime is None:
             return
-        if not runtime.weights.shard_params:
+        if not runtime.shard_params:
             runtime.weights.unshard_all()
         elif compiler_looks():  # dynamo reads no values
             runtime.weights.show_as_current()

@@ -6,10 +6,10 @@ import weakref
 
 import torch
 
-from zeroshard.zero.runtime.runtime import PassObserver, Runtime
+from zeroshard.zero.runtime.runtime import Runtime
 
 
-class PassRefusals(PassObserver):
+class PassRefusals:
     """Refuses gradients that are gone, incomplete or not reduced, and those of outdated views."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -51,7 +51,7 @@ class PassRefusals(PassObserver):
                 f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
                 "use it after backward()"
             )
-        if runtime.weights.keep_unsharded_for_graph and torch.is_grad_enabled() and what.endswith(".grad"):
+        if runtime.keep_unsharded_for_graph and torch.is_grad_enabled() and what.endswith(".grad"):
             raise RuntimeError(
                 f"{what}: it has no graph of its own after backward(create_graph=True); "
                 "use torch.autograd.grad(), or read it under torch.no_grad()"

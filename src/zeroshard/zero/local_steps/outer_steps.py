@@ -26,7 +26,7 @@ from zeroshard.comm.agree import agreement
 from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 from zeroshard.zero.core.gradients import mark_unusable
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
@@ -82,7 +82,7 @@ class OuterSteps:
         self.settings, self._world = settings, rank_groups.world
         self.comm, self.shard = rank_groups.replicate_group, rank_groups.shard_group
         self._runtime, self._buffers = runtime, buffers
-        self._outer: dict[tuple[Unit, int], Outer] = {}
+        self._outer: dict[tuple[FlatUnit, int], Outer] = {}
         self.order = StepOrder()
         self.num_steps = 0
         self.applied = False
@@ -304,7 +304,7 @@ class OuterSteps:
         """``(unit's name, tensor)`` of all resident tensors: global weights and momentum."""
         return [(unit.name, tensor) for (unit, _), outer in self._outer.items() for tensor in outer.tensors]
 
-    def by_group(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup, Outer]]:
+    def by_group(self) -> Iterator[tuple[tuple[FlatUnit, int], FlatGroup, Outer]]:
         """Every group with its `Outer`, without the groups that were never trained: they have none."""
         for key, group in self.groups():
             if key in self._outer:
@@ -315,13 +315,13 @@ class OuterSteps:
         self.num_steps, self.at_global_weights = num_steps, at_global_weights
         self.order.forget()
 
-    def outer_of(self, key: tuple[Unit, int], group: FlatGroup) -> Outer:
+    def outer_of(self, key: tuple[FlatUnit, int], group: FlatGroup) -> Outer:
         """The `Outer` of a group; made at the first call."""
         if key not in self._outer:
             self._outer[key] = Outer(group, self.settings, self._world.rank)
         return self._outer[key]
 
-    def groups(self) -> Iterator[tuple[tuple[Unit, int], FlatGroup]]:
+    def groups(self) -> Iterator[tuple[tuple[FlatUnit, int], FlatGroup]]:
         """``((unit, index in the unit), group)`` of every group of floating-point parameters."""
         for unit in self._runtime.all_units():
             for index, group in enumerate(unit.groups):

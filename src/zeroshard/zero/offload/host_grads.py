@@ -78,17 +78,22 @@ class HostGrads(Gradients):
             self._factor = None
 
     @property
-    def away_bytes(self) -> int:
+    def away(self) -> HostGrads:  # ty: ignore[incompatible-property-override] -- nobody assigns it
+        """These gradients themselves."""
+        return self
+
+    @property
+    def reduced_now(self) -> Tensor | None:
+        """See `GradsAway`."""
+        return self._reduced
+
+    @property
+    def num_bytes(self) -> int:
         """Bytes of those that wait for the optimizer on the host."""
         reduced = self._reduced
         return 0 if reduced is None or reduced.device != HOST else reduced.untyped_storage().nbytes()
 
-    @property
-    def buffers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """See `Gradients.buffers`: nothing is waited for."""
-        return self._local, self._reduced, None if self._reduction is None else self._arriving
-
-    def scale(self, factor: Tensor) -> None:
+    def scale_later(self, factor: Tensor) -> None:
         """Have the reduced gradients multiplied by ``factor``, 0-dim, before anybody reads them."""
         if self._factor is not None:
             _ = self.reduced  # each of two factors rounds
@@ -131,7 +136,7 @@ class HostGrads(Gradients):
                 known.synchronize()
             self._reduced.mul_(number.to(self._reduced.device))
 
-    def norms(self, norm_type: float) -> Tensor:
+    def norms_there(self, norm_type: float) -> Tensor:
         """``[len(shards)]``: the p-norm of each of the `shards`, computed on the device.
 
         The 2-norms are known before the copy to the host is over, and nobody waits for that.
@@ -143,7 +148,7 @@ class HostGrads(Gradients):
                 return partials
         return torch.stack([norm_of(shard.to(self.device), norm_type) for shard in self.shards()])
 
-    def pieces(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
+    def pieces_there(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
         """Views of `reduced` for the optimizer's pieces, whose values the update waits for: `take_factor`."""
         reduced = self._reduced
         assert reduced is not None
@@ -151,14 +156,16 @@ class HostGrads(Gradients):
             return list(reduced.split(cuts)[1::2])
         return [view_of(reduced, piece.offset - self.offset, piece.shape) for piece in pieces]
 
-    def _target(self, local: Tensor) -> Tensor:
-        if self.reducer.running_sum is not None and (reduced := self.reduced) is not None:
-            self._reduced = reduced.to(self.device)  # what arrives is added to it there
-        return super()._target(local)
+    def come_back(self) -> None:
+        """What arrives is added to what was reduced on the device."""
+        reduced = self.reduced
+        if reduced is not None:
+            self._reduced = reduced.to(self.device)
 
-    def _keep(self, arrived: Tensor) -> None:
+    def keep(self, arrived: Tensor) -> None:
+        """Add what has arrived to what was reduced, and have it leave."""
         if self.device == HOST and self._stored is None:
-            super()._keep(arrived)
+            self.keep_here(arrived)
         elif self._reduced is None:
             self._reduced = arrived.to(self.reduced_dtype)
             if self._at_once:

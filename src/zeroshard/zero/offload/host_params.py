@@ -38,7 +38,7 @@ from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams, take_written
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.core.strategy import SHARD
-from zeroshard.zero.core.weights import STALE_VISIBLE, Weights, WeightTransport
+from zeroshard.zero.core.weights import STALE_VISIBLE, WeightTransport
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging
@@ -105,25 +105,26 @@ class HostParams(FlatParams):
         full = self.full if self.full.untyped_storage().nbytes() else None
         self.transport.take_update(full, master, self._streams, self._written_at)
 
-    def _gather(self) -> None:
+    def before_gather(self) -> None:
+        """Wait for the update where nobody else does; from here on the transport reads the master from where it is."""
         if self._aliased:  # where nothing is sent, nobody reads the master
             self.update.wait()
-        self._is_gathering = True  # the transport reads the master, from where it is
-        try:
-            super()._gather()
-        finally:
-            self._is_gathering = False
+        self._is_gathering = True
+        super().before_gather()
 
-    def wait_for_unshard(self) -> None:
-        """Wait for the gather in flight, and remember what the weights then are."""
-        arrives = self.gather_in_flight
-        super().wait_for_unshard()
-        if arrives:
-            self._look()
+    def gather_issued(self) -> None:
+        """The transport has read the master."""
+        self._is_gathering = False
+        super().gather_issued()
 
-    def mark_stale(self) -> None:
-        """Record that the master has changed, or is about to."""
-        super().mark_stale()
+    def arrived(self, *, hidden: bool) -> None:
+        """Remember what the weights now are."""
+        super().arrived(hidden=hidden)
+        self._look()
+
+    def stale_now(self) -> None:
+        """As of `FlatParams`; weights that are the master change in place, and are stale all the same."""
+        super().stale_now()
         if self._aliased and self.readable:
             self.state = STALE_VISIBLE
             self.watch_reads()
@@ -217,7 +218,7 @@ def free_after_use(weights: FlatParams) -> None:
     weights._aliased = weights._always_compared = False
     weights.full = torch.empty_like(weights.full)  # memory of torch's own: the storage will be resized
     weights._views = weights.layout.views(weights.full)
-    Weights.reshard(weights)  # nothing was written to them yet
+    weights.free_memory()  # nothing was written to them yet
 
 
 def is_set(flag: Tensor) -> bool:
@@ -225,7 +226,7 @@ def is_set(flag: Tensor) -> bool:
     return bool(flag)
 
 
-class HostTransport(WeightTransport):
+class HostTransport:
     """Brings a shard to the device, from where another transport gathers it.
 
     Args:
@@ -244,7 +245,8 @@ class HostTransport(WeightTransport):
     def __init__(
         self, inner: WeightTransport, facts: BufferFacts, *, place: str, staging: Staging, stores: bool = False
     ) -> None:
-        super().__init__(inner.comm, inner.layout)
+        comm = facts.rank_groups.shard_group
+        self._own = slice(*facts.layout.interval(comm.rank))
         self.inner, self._staging = inner, staging
         self.form, self.in_flight, self.resident = inner.form, inner.in_flight, inner.resident
         self._shard: Tensor | None = None  # of stage 3, in the compute dtype
@@ -253,12 +255,12 @@ class HostTransport(WeightTransport):
         self._is_cast = False  # whether the update has left its result where the next gather needs it
         self._cast_at: Mark = None  # behind its copy to a GPU
         self._stored: UnitOnDisk | None = None  # with a master in the file
-        self._shards_optim = inner.comm.world_size > 1 and facts.strategy.optim is SHARD
+        self._shards_optim = comm.world_size > 1 and facts.strategy.optim is SHARD
         self.streams = facts.strategy.params is SHARD and place != "device"
         dtype = facts.precision.compute_dtype(facts.dtype)
         as_it_is = is_here(facts.device) and dtype == facts.dtype and inner.form is None
         self.sends_master = as_it_is and place == "device" and not stores
-        shards = self.streams or (facts.strategy.params is SHARD and inner.comm.world_size > 1)
+        shards = self.streams or (facts.strategy.params is SHARD and comm.world_size > 1)
         if shards and inner.form is None and place in ("device", "host") and not self.sends_master:
             numel = self._own.stop - self._own.start
             if place == "host":

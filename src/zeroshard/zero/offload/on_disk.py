@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.core.layout import view_of
-from zeroshard.zero.core.optimizer import StepOperands
 from zeroshard.zero.offload.disk import DiskStates
 from zeroshard.zero.offload.grad_slots import GradSlots
 from zeroshard.zero.offload.staging import Landing
@@ -266,7 +265,7 @@ def shaped_like(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
 
 
-class DiskOperands(StepOperands):
+class DiskOperands:
     """Operands of one optimizer that are in the file.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Placement`: an engine's state off the device. It makes the groups of units whose state is away, and steps them.
+"""`Offloading`: an engine's state off the device. It makes the groups of units whose state is away, and steps them.
 
 It is attached at three places: as the `Members` of these units, as an `Observer` of the engine, and as what updates
 some pieces after ``step()`` has returned (`zeroshard.zero.optimizers.operands.LaterUpdates`).
@@ -100,11 +100,6 @@ class HostGroup(FlatGroup):
     def shards(self, shards: list[nn.Parameter]) -> None:
         self._shards = shards
 
-    def expose_grads(self) -> None:
-        """Set ``grad`` of the optimizer's pieces to the reduced gradients, on the host."""
-        self.grads.land()
-        super().expose_grads()
-
     def hide_grads(self, slots: set[int]) -> None:
         """Set ``grad`` of the pieces of these slots to None, once no update reads them."""
         hidden = [shard for piece, shard in zip(self.params.pieces, self._shards, strict=True) if piece.slot in slots]
@@ -188,7 +183,7 @@ class HostMembers(Members):
         return None if self.settings.weights == "device" else FrozenGroup
 
 
-class Placement(Observer):
+class Offloading(Observer):
     """The state of one engine that is off the device; ``settings``: which, ``file``: the rank's, if any is on disk."""
 
     category = "host_params"

@@ -116,7 +116,7 @@ class Offload:
     def attach(
         self, strategy: ShardingStrategy, *, rank: int, alone: bool, local_steps: bool, reproducible: bool
     ) -> Any:
-        """Return an engine's `zeroshard.zero.offload.placement.Placement`; None: nothing leaves the device.
+        """Return an engine's `zeroshard.zero.offload.placement.Offloading`; None: nothing leaves the device.
 
         ``alone``: whether each of several ranks is a replica, which has all state.
 
@@ -142,7 +142,7 @@ class Offload:
         file = None
         if self.path is not None:
             file = loaded("zeroshard.zero.offload.rank_files", "file_of_rank")(self.folder, rank)
-        return loaded("zeroshard.zero.offload.placement", "Placement")(self, file)
+        return loaded("zeroshard.zero.offload.placement", "Offloading")(self, file)
 
 
 def _bytes(size: int | str) -> int:

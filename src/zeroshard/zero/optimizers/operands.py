@@ -85,7 +85,7 @@ class StatesInFormat(Protocol):
         ...
 
 
-class WidenedGrads(StepOperands):
+class WidenedGrads:
     """Gradients are narrower than the weights that they update, and most optimizers need one dtype for both.
 
     With ``MixedPrecision(reduce_dtype=torch.bfloat16)`` reduced gradients stay in bfloat16 until the optimizer steps,
@@ -112,7 +112,7 @@ class WidenedGrads(StepOperands):
         self._narrow = []
 
 
-class CombinedOperands(StepOperands):
+class CombinedOperands:
     """Several members, each of which brings its own; an observer adds one when it hears of an optimizer.
 
     Attributes:

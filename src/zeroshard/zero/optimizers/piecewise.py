@@ -26,29 +26,20 @@ from zeroshard.optim.classes.kept_states import ParamFacts
 from zeroshard.optim.classes.reach import OptimizerKind, no_class
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import WHOLE
-from zeroshard.zero.core.optimizer import PieceOptimizer, pieces_in
+from zeroshard.zero.core.optimizer import PieceOptimizer, StepListener, pieces_in
 from zeroshard.zero.optimizers.operands import CombinedOperands, StateFormat, WidenedGrads
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.whole_tensors.layout import kind_of_group, needed_block
 
 
-class StepListener(Protocol):
+class Listener(StepListener, Protocol):
     """What the engine does around an optimizer's step: `zeroshard.zero.stepping.engine_optimizers` does it."""
 
     def keep_blocks(self, blocks: Mapping[nn.Parameter, int]) -> None:
         """Lay these parameters out so that none is cut inside a block of so many elements."""
 
-    def before_update(self, members: set[nn.Parameter]) -> None:
-        """Refuse a step of the optimizer of these parameters (empty: one with a closure) that would be wrong."""
-
-    def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
-        """Note that a step of this optimizer has changed the master weights of its parameters."""
-
     def before_change(self) -> None:
         """Refuse a change of master weights outside of a step where all weights must stay as they are."""
-
-    def clear_grads(self, params: set[nn.Parameter] | None, *, set_to_none: bool) -> None:
-        """Clear the gradients of ``params`` (None: of all), or set them to zero."""
 
     def note_call(self, what: str) -> None:
         """Note a call that every rank must make."""
@@ -63,12 +54,12 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         kinds: what the class may be given, with the settings of each param group.
         state_format: how its states are kept between steps; None: as the class makes them.
         holds_pieces: whether its param groups hold the pieces now, as they do while the class's own code runs.
-        has_state: whether it has stepped, or state was loaded into it: the same on every rank.
         sharded: the engine's parameters, of which it claims some.
         listener: is notified of its steps.
     """
 
-    operands: CombinedOperands
+    operands: CombinedOperands  # ty: ignore[incompatible-mutable-override] -- one object for all that is attached
+    listener: Listener  # ty: ignore[incompatible-mutable-override] -- there always is one
     kinds: list[OptimizerKind]
 
     def __init__(
@@ -77,7 +68,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         params: Iterable[Any],
         kwargs: dict[str, Any],
         sharded: ShardedParams,
-        listener: StepListener,
+        listener: Listener,
         state_format: StateFormat | None = None,
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
@@ -115,14 +106,15 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             blocks |= self.state_format.blocks(optimizer_cls, {**settings, **group}, dtypes)
         return blocks
 
-    def _attach(self, sharded: ShardedParams, listener: StepListener, *, has_state: bool) -> None:
+    def _attach(self, sharded: ShardedParams, listener: Listener, *, has_state: bool) -> None:
         self.sharded, self.listener, self.operands = sharded, listener, CombinedOperands(WidenedGrads())
         self.has_state, self.holds_pieces = has_state, False
-        self._members: set[nn.Parameter] = set()
+        self._everywhere_of: Any = None
+        self._everywhere: dict[int, bool] = {}  # `is_everywhere`, by index, in the layout of these pieces
 
     @classmethod
     def adopted(
-        cls, optimizer: Optimizer, sharded: ShardedParams, listener: StepListener, *, may_move: bool
+        cls, optimizer: Optimizer, sharded: ShardedParams, listener: Listener, *, may_move: bool
     ) -> PiecewiseOptimizer:
         """Wrap an optimizer that the user has made over the model's parameters; the caller cuts its states into pieces.
 
@@ -155,15 +147,10 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             self.hold_pieces()
         return self
 
-    @property
-    def members(self) -> set[nn.Parameter]:
-        """The model's parameters that it updates."""
-        if len(self._members) != sum(map(len, self.by_group)):  # no parameter is in two groups, and none leaves one
-            self._members = {param for chosen in self.by_group for param in chosen}
-        return self._members
-
     def is_everywhere(self, index: int) -> bool:
         """Whether each rank updates some of the parameters of the param group with this index."""
+        if self._everywhere_of is not self.pieces:  # these are in another layout now
+            self._everywhere_of, self._everywhere = self.pieces, {}
         if index not in self._everywhere:
             self._everywhere[index] = self._reaches_every_rank(index)
         return self._everywhere[index]
@@ -196,22 +183,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         kept = None if formatted is None else formatted.kept
         return ParamFacts(place.name, place.shape, params.dtype, params.master.device, whole, block, kept)
 
-    def hold_pieces(self) -> None:
-        """As of any `PieceOptimizer`."""
-        super().hold_pieces()
-        self._everywhere: dict[int, bool] = {}  # `is_everywhere`, by index, in the layout of now
-
     # -- the engine's part in steps ---------------------------------------------------------------------------
-
-    def before_step(self) -> None:
-        """Have the engine refuse a step that would be wrong; it applies assigned gradients first."""
-        self.listener.before_update(self.members)
-
-    def after_step(self) -> None:
-        """Tell the engine, and mark the weights stale that the step may have changed."""
-        self.has_state = True
-        self.listener.after_update(self.optimizer, self.members)
-        super().after_step()
 
     def weights_changed(self) -> None:
         """Mark all of its weights stale, as their masters have changed, whether they had gradients or not."""
@@ -219,10 +191,6 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         for group, slots in self.slots.items():
             torch.autograd.graph.increment_version([group.params.params[slot] for slot in slots])
             group.params.mark_stale()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the parameters, or set them to zero, in ``param.grad`` too."""
-        self.listener.clear_grads(self.members, set_to_none=set_to_none)
 
     # -- whose parameters -------------------------------------------------------------------------------------
 

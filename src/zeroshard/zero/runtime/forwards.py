@@ -8,59 +8,12 @@ rank to rank, so no rank decides by itself: if several forwards are outstanding,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from functools import cache, partial
 
-from torch import Tensor
-
-from zeroshard.host.torch_internals import version_of
-from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.core.passes import Forward
+from zeroshard.zero.core.agreement import Agreement
+from zeroshard.zero.core.forward import Forward
 
 
-class ForwardRun(Forward):
-    """One forward of the model. Hooks on the outputs of its units refer to it, so it is freed with its graph.
-
-    Attributes:
-        index: the number of the forward.
-    """
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self._hooked: dict[int, tuple[weakref.ref[Tensor], int, list[Callable[[Tensor], None]]]] = {}
-
-    def hook(self, tensors: Iterable[Tensor], event: Callable[[Tensor], None]) -> None:
-        """Call ``event`` when a gradient reaches one of the tensors. A tensor gets one hook for all of its events.
-
-        A key-value cache goes through every block, and would otherwise get one hook from each of them.
-        """
-        for tensor in tensors:
-            known = self._hooked.get(id(tensor))
-            # after an in-place change an earlier hook sees the gradient of the old value only
-            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
-                known[2].append(event)
-                continue
-            events = [event]
-            self._hooked[id(tensor)] = (weakref.ref(tensor), version_of(tensor), events)
-            tensor.register_hook(partial(_teller(), events))
-
-    def ends(self) -> None:
-        """The model has returned: drop the list of hooked tensors, whose events refer back to this object."""
-        self._hooked = {}
-
-
-def _tell(events: list[Callable[[Tensor], None]], grad: Tensor) -> None:
-    for event in events:
-        event(grad)
-
-
-@cache
-def _teller() -> Callable[[list[Callable[[Tensor], None]], Tensor], None]:
-    return uncompiled(_tell)
-
-
-class Forwards:
+class SeveralForwards:
     """The forwards that have been run; `outstanding` has equally many entries on every rank.
 
     Attributes:
@@ -69,22 +22,34 @@ class Forwards:
     """
 
     def __init__(self) -> None:
-        self.current = ForwardRun(0)
+        self.current = Forward(0)
         self.outstanding: list[int] = []
-        self._graphs: dict[int, weakref.ref[ForwardRun]] = {}
+        self._graphs: dict[int, weakref.ref[Forward]] = {}
 
-    def begin(self, *, grads: bool) -> ForwardRun:
+    def begin(self, *, grads: bool) -> Forward:
         """Begin another forward, because the model is called; ``grads``: whether a backward may follow."""
         self.current.ends()
-        self.current = ForwardRun(self.current.index + 1)
+        self.current = Forward(self.current.index + 1)
         if grads:
             self.outstanding.append(self.current.index)
             self._graphs[self.current.index] = weakref.ref(self.current)
         return self.current
 
-    def find(self, index: int) -> ForwardRun | None:
+    def find(self, index: int) -> Forward | None:
         """The forward with that number, if its graph is left on this rank; `current` counts as having one."""
         return self.current if index == self.current.index else self._graphs.get(index, lambda: None)()
+
+    def of_backward(self, begun: Forward | None, agree: Agreement | None) -> list[Forward]:
+        """See `zeroshard.zero.core.forward.Forwards`. Collective if several may be and weights are sharded."""
+        if begun is None:
+            index = self.outstanding[-1] if self.outstanding else self.current.index
+            begun = self.find(index) or Forward(index)
+        if len(self.outstanding) <= 1:
+            return [begun]
+        votes = self.votes(begun.index)
+        if agree is not None:
+            votes = agree.agree_on_forwards(votes)
+        return [self.find(index) or Forward(index) for index in self.by_votes(votes)] or [begun]
 
     def votes(self, begun: int) -> list[int]:
         """This rank's votes on a backward that began at the outputs of ``begun``; the maxima over ranks decide.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.host.torch_internals import as_plain, let_foreach_take
-from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.param_changes import resized
-from zeroshard.zero.buffers.unit import FlatGroup, Unit
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.core.hooks import take_gradient
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
 
@@ -36,7 +36,7 @@ class GradHooks:
         self._hooked: list[ParamGrad] = []
         self._handles: list[Any] = []
 
-    def attach(self, units: Iterable[Unit]) -> None:
+    def attach(self, units: Iterable[FlatUnit]) -> None:
         """Hook these units' parameters after removing all earlier hooks; gradients that they show are cleared."""
         self.detach()
         let_foreach_take(ShardedGrad)
@@ -54,12 +54,18 @@ class GradHooks:
         for param_grad in self._frozen:
             if param_grad.param.requires_grad:
                 param_grad.group.unfreeze()
-                hook = _hook(self._taker, param_grad)
-                self._handles.append(param_grad.param.register_post_accumulate_grad_hook(hook))
+                each = param_grad
+                self._handles.append(take_gradient(self._taker(), each.group, each.slot, each.param, each))
                 self._hooked.append(param_grad)
             else:
                 frozen.append(param_grad)
         self._frozen = frozen
+
+    def begin_forward(self) -> None:
+        """The model is called: apply what was assigned, and hook parameters that are trained now."""
+        self.apply_assigned_grads()
+        if self._frozen:
+            self.attach_trained()
 
     def detach(self) -> None:
         """Remove all hooks and the gradients that parameters show."""
@@ -83,7 +89,7 @@ class GradHooks:
                         f"{param_grad.name}.grad: something was added to it inside backward, before it was reduced "
                         "over ranks; change gradients after backward"
                     )
-                if param_grad.used and param_grad.param.grad is None:
+                if param_grad.group.grads.used[param_grad.slot] and param_grad.param.grad is None:
                     param_grad.show()
 
     def apply_assigned_grads(self) -> None:
@@ -127,10 +133,19 @@ class ParamGrad:
         self._like = torch.empty(home.shape, device="meta")
         self._dtype = group.grads.reduced_dtype
 
-    @property
-    def used(self) -> bool:
-        """Whether the parameter has had a gradient since gradients were cleared."""
-        return self.group.grads.used[self.slot]
+    def take(self, param: Tensor) -> Tensor:
+        """Return the gradient that autograd has left in ``param.grad``, and take it off there."""
+        grad = param.grad
+        if isinstance(grad, ShardedGrad):
+            grad = grad.take_arrived()
+        else:
+            param.grad = None
+        assert grad is not None
+        if param.grad_dtype is None:
+            grad = grad.to(param.dtype)  # as autograd would have done
+        if grad.shape != self.shape:
+            raise RuntimeError(resized(self.name, grad.shape, self.shape))
+        return grad
 
     def show(self) -> None:
         """Set ``param.grad`` to the parameter's `ShardedGrad`."""
@@ -169,29 +184,3 @@ class ParamGrad:
 
 def _dense(grad: Tensor) -> Tensor:
     return grad.detach().to_dense() if grad.is_sparse else grad.detach()
-
-
-def _hook(taker_ref: weakref.ref[GradTaker], param_grad: ParamGrad) -> Callable[[Tensor], None]:
-    # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
-    param_grad_ref = weakref.ref(param_grad)
-
-    def move_to_buffer(param: Tensor) -> None:
-        """Move the gradient that autograd left in ``param.grad`` to the flat buffer, and show the `ShardedGrad`."""
-        taker, param_grad = taker_ref(), param_grad_ref()
-        assert taker is not None
-        assert param_grad is not None
-        grad = param.grad
-        if isinstance(grad, ShardedGrad):
-            grad = grad.take_arrived()
-        else:
-            param.grad = None
-        assert grad is not None
-        if param.grad_dtype is None:
-            grad = grad.to(param.dtype)  # as autograd would have done
-        if grad.shape != param_grad.shape:
-            raise RuntimeError(resized(param_grad.name, grad.shape, param_grad.shape))
-        taker.expect_grad(param_grad.group)
-        param_grad.group.grads.accumulate(param_grad.slot, grad)
-        param_grad.show()
-
-    return uncompiled(move_to_buffer)

@@ -12,25 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroshard.zero.buffers.unit import Unit
+from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.core.schedule import Op
 
 
-class NestedUnits:
+class InnerUnits:
     """Which units are inside of others, and what of the running backward waits for those.
 
     Attributes:
         waiting: the inner units whose turn has come, each with the operation that waits for the outer unit.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    @classmethod
+    def of(cls, units: Sequence[FlatUnit]) -> InnerUnits | None:
+        """Return those of these units; None: no unit is inside of another."""
+        found = cls(units)
+        return found if found._outer else None
+
+    def __init__(self, units: Sequence[FlatUnit]) -> None:
         by_module = {unit.module: unit for unit in units}
         inside = {unit: [by_module[part] for part in unit.module.modules() if part in by_module] for unit in units}
         inner = {each for unit in units for each in inside[unit] if each is not unit}
         self._outer = {each: unit for unit in units if unit not in inner for each in inside[unit] if each is not unit}
-        self.waiting: dict[Unit, Op] = {}
+        self.waiting: dict[FlatUnit, Op] = {}
 
-    def postpones(self, op: Op, order: Sequence[Unit]) -> bool:
+    def postpones(self, op: Op, order: Sequence[FlatUnit]) -> bool:
         """Whether the operation waits for the turn of a unit around its own, which is still to come."""
         unit = order[op.place]
         outer = self._outer.get(unit)
@@ -39,7 +45,7 @@ class NestedUnits:
         self.waiting[unit] = op
         return True
 
-    def due(self, outer: Unit) -> list[Op]:
+    def due(self, outer: FlatUnit) -> list[Op]:
         """What has waited for the turn of this unit, which is now."""
         found = [unit for unit in self.waiting if self._outer[unit] is outer]
         return [self.waiting.pop(unit) for unit in found]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Literal
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.host.torch_internals import (
-    is_functorch_wrapped_tensor,
     set_versions,
-    storage_id,
     version_of,
 )
 from zeroshard.zero.buffers.flat_params import Reads
-from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.runtime.agreement import Agreement
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.core.passes import Passes
 
 Replaced = Literal["for good", "for now", "back"]
 """How weights were replaced outside of a step: by others; by weights that are there for a block only (averages,
@@ -57,53 +55,22 @@ def _set(versions: list[tuple[Tensor, int]]) -> None:
 
 
 class UnshardedWeights:
-    """The weights of all units of an engine.
+    """The weights of all units of an engine; ``passes``: its own."""
 
-    Args:
-        units: all units, the root first.
-        collectives: is notified of each gather, if weights are sharded.
-
-    Attributes:
-        shard_params: whether unsharded weights are freed after use.
-        pinned: whether this is inside `pin`, which keeps all weights unsharded and current.
-        keep_unsharded_for_graph: whether a backward ran with ``create_graph``: its graph may read weights without
-            calling hooks.
-        order: the units but the root, in the order in which a forward gathers them.
-    """
-
-    def __init__(self, units: Sequence[Unit], collectives: Agreement) -> None:
-        self._units, self.collectives = units, collectives
-        self.shard_params = False
-        self.pinned = False
-        self.keep_unsharded_for_graph = False
-        self.order: Sequence[Unit] = units[1:]
+    def __init__(self, passes: Passes[FlatGroup]) -> None:
+        self._passes = passes
         self._warned_of_loss = False
         self._reads = Reads()
         self._versions = GraphVersions()
 
-    def unshard(self, unit: Unit, *, again: bool = False) -> None:
-        """Issue the gather of the unit's weights; ``again``: even if they are current, as other ranks may lack them.
+    @property
+    def _units(self) -> list[FlatUnit]:
+        return self._passes.all_units()
 
-        Inside `pin` no rank does, and what the user has written there must neither be gathered over nor kept.
-        """
-        if unit.unshard(again=again and not self.pinned) and any(group.params.sends for group in unit.groups):
-            self.collectives.note_gather(unit)
-
-    def reshard_unless_needed(self, unit: Unit) -> None:
-        """Free the unit's unsharded weights, unless they are pinned or a later backward needs them."""
-        # A backward may run in the middle of a forward (forces as the gradient of an energy).
-        needed = self.pinned or self.keep_unsharded_for_graph or unit.num_running_forwards or unit.keep_unsharded_after
-        if self.shard_params and not needed:
-            unit.reshard()
-            for group in unit.groups:
-                group.params.watch_reads()
-
-    def views(self, unit: Unit, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of the tensors that share storage with weights that are freed after forward."""
-        if not self.shard_params:
-            return []
-        storages = {storage for group in unit.groups for storage in group.params.storages}
-        return [tensor for tensor in tensors if _storage(tensor) in storages]
+    @property
+    def pinned(self) -> bool:
+        """Whether this is inside `pin`, which keeps all weights unsharded and current."""
+        return self._passes.pinned
 
     @contextmanager
     def pin(self) -> Generator[None]:
@@ -118,16 +85,16 @@ class UnshardedWeights:
         for unit in self._units:
             unit.wait_for_unshard()
         self._expose()
-        self.pinned = True
+        self._passes.pinned = True
         lost = False
         try:
             yield
         finally:
-            self.pinned = False
+            self._passes.pinned = False
             for unit in self._units:
                 for group in unit.groups:
                     lost = group.params.drop_changes() or lost
-                self.reshard_unless_needed(unit)
+                self._passes.free(unit)
         if lost and not self._warned_of_loss:
             self._warned_of_loss = True
             warnings.warn(
@@ -169,9 +136,9 @@ class UnshardedWeights:
 
     def unshard_all(self) -> None:
         """Gather all weights that are stale, in the order of the next forward, and wait. Collective."""
-        units = [self._units[0], *self.order]
+        units = [self._passes.root, *self._passes.order]
         for unit in units:
-            self.unshard(unit)
+            self._passes.unshard(unit)
         for unit in units:
             unit.wait_for_unshard()
 
@@ -185,10 +152,3 @@ class UnshardedWeights:
     def readable(self) -> bool:
         """Whether the module's parameters are unsharded and current now."""
         return all(unit.readable for unit in self._units)
-
-
-def _storage(tensor: Tensor) -> int:
-    """The identity of the tensor's storage; 0 if it has no storage that weights could be in."""
-    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
-        return 0
-    return storage_id(tensor)

@@ -15,7 +15,7 @@ from torch import nn
 from zeroshard.comm.agree import agreement
 from zeroshard.comm.tensor_broadcast import describe
 from zeroshard.optim.classes.plain_states import flat, nested
-from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit, LaysOut
 from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.optimizers.state_dict import Stateful, cut, states_by_slot
@@ -42,7 +42,7 @@ def keep_blocks(runtime: Runtime, blocks: Mapping[nn.Parameter, int]) -> None:
             step.
     """
     leaving = groups_to_leave(runtime, blocks)
-    if runtime.weights.pinned:
+    if runtime.pinned:
         raise RuntimeError("optimizer: it needs a new layout of the weights; make it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in leaving):
         raise RuntimeError(
@@ -54,8 +54,18 @@ def keep_blocks(runtime: Runtime, blocks: Mapping[nn.Parameter, int]) -> None:
         chosen = {param for param, own in blocks.items() if own == block}
         lay_out = balanced(loads) if block == WHOLE else in_blocks(block)
         for unit in runtime.all_units():
-            unit.lay_out_anew(chosen, block, lay_out)
+            lay_out_anew(unit, chosen, block, lay_out)
     runtime.laid_out_anew(leaving)
+
+
+def lay_out_anew(unit: FlatUnit, chosen: set[nn.Parameter], block: int, lay_out: LaysOut) -> None:
+    """Move the chosen parameters of a unit to groups that keep such blocks. Collective; see that of `FlatGroup`."""
+    for index, group in enumerate(list(unit.groups)):
+        moving = chosen.intersection(group.params.params)
+        if moving and not group.params.layout.keeps_blocks(block):
+            first, *second = group.lay_out_anew(moving, f"{unit.name}#{len(unit.groups)}", lay_out)
+            unit.groups[index] = first
+            unit.groups += second
 
 
 def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stateful]) -> None:
@@ -67,7 +77,7 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
         RuntimeError: inside `Zero.full_params`, or while gradients wait for a step.
         ValueError: a state that is neither a tensor nor plain; then nothing has changed.
     """
-    if runtime.weights.pinned:
+    if runtime.pinned:
         raise RuntimeError("restage: it needs a new layout of the weights; call it outside full_params()")
     if runtime.unreduced or any(any(group.grads.used) for group in runtime.groups()):
         raise RuntimeError("restage: gradients of the step under way would be lost; call it after zero_grad()")
@@ -89,5 +99,5 @@ def restage(runtime: Runtime, strategy: ShardingStrategy, holders: Sequence[Stat
                     if piece.slot in by_slot:
                         holder.state[shard] = nested(cut(by_slot[piece.slot], piece, slot, new.params.layout.block))
     runtime.apply_strategy(strategy)
-    runtime.forget_calls()
+    runtime.note_step()
     runtime.laid_out_anew(runtime.groups())

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zeroshard.kernels import random_rounding
 from zeroshard.kernels.random_rounding import StepNoise, decode_states, encode_states, nearest
 from zeroshard.kernels.state_codes import SCALES
-from zeroshard.zero.core.optimizer import State, StepOperands
+from zeroshard.zero.core.optimizer import State
 from zeroshard.zero.optimizers.operands import Lists
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.state_formats.formats import STATES, StateFormat
@@ -47,7 +47,7 @@ class _Cut(NamedTuple):
     stop: int
 
 
-class FormattedStates(StepOperands):
+class FormattedStates:
     """Decodes the states of an optimizer's pieces for their step, and encodes them after it.
 
     Args:

@@ -267,7 +267,8 @@ class EngineOptimizers:
         self._require_own_grads(members)
         for observer in self.observers:
             observer.before_step(members)
-        self._runtime.local_grads.before_step()
+        if self._runtime.local_grads is not None:
+            self._runtime.local_grads.before_step()
 
     def _require_own_grads(self, members: set[nn.Parameter]) -> None:
         """Raise RuntimeError if gradients of ``members`` were computed at other weights than a step would change."""
@@ -278,7 +279,7 @@ class EngineOptimizers:
 
     def after_update(self, optimizer: Optimizer, members: set[nn.Parameter]) -> None:
         """Expect no backward of earlier forwards any more, and tell the observers."""
-        self._runtime.forget_calls()
+        self._runtime.note_step()
         for observer in self.observers:
             observer.after_step(optimizer, members)
 

@@ -13,7 +13,7 @@ from zeroshard.zero.core.reduction import GradientReducer, GradientReduction, Pl
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.core.weights import WeightTransport
 from zeroshard.zero.transport.exact_sums import ExactReducer
-from zeroshard.zero.transport.node_copy import NodeTransport, TransportOverNodes
+from zeroshard.zero.transport.node_copy import NodeTransport, PlainOverNodes, TransportOverNodes
 from zeroshard.zero.transport.node_reduce import NodeReduce
 from zeroshard.zero.transport.wire import AcrossReplicas, PackedReduce, PackedTransport
 
@@ -24,9 +24,9 @@ class AllMembers(Members):
     def transport(self, buffer: BufferFacts) -> WeightTransport:
         """Return the transport of the buffer's weights."""
         comm, strategy = buffer.rank_groups.shard_group, buffer.strategy
-        transport = TransportOverNodes(comm, buffer.layout)
+        transport: TransportOverNodes = (plain := PlainOverNodes(comm, buffer.layout))
         if comm.world_size == 1 or strategy.optim is not SHARD:
-            return transport
+            return plain
         form, shard_params = buffer.precision.weights_format(buffer.dtype), strategy.params is SHARD
         if form is not None:
             transport = PackedTransport(comm, buffer.layout, form, compares=not shard_params)

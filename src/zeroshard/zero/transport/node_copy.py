@@ -16,16 +16,38 @@ Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209, section 3.2: hpZ.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work
+from zeroshard.comm.streams import Mark, Streams
 from zeroshard.zero.buffers.flat_params import take_written
-from zeroshard.zero.core.weights import WeightTransport
+from zeroshard.zero.core.layout import FlatLayout
+from zeroshard.zero.core.weights import PlainTransport, WeightTransport
 
 
-class TransportOverNodes(WeightTransport):
-    """A transport over all ranks, whose result a `NodeTransport` copies as it arrives. It is the plain one."""
+class TransportOverNodes(WeightTransport, Protocol):
+    """A transport over all ranks, whose result a `NodeTransport` copies as it arrives."""
+
+    comm: Communicator
+    layout: FlatLayout
+
+    def expect(self, full: Tensor) -> None:
+        """As `prepare`, for a collective to which this rank gives a shard of `arriving` itself."""
+
+    def arriving(self, full: Tensor) -> Tensor:
+        """1-D: where the shards of all ranks arrive."""
+        ...
+
+    def arriving_kind(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+        """Dtype and number of elements of `arriving`; ``dtype``: the compute dtype."""
+        ...
+
+
+class PlainOverNodes(PlainTransport):
+    """The plain transport, whose result a `NodeTransport` may copy."""
 
     def expect(self, full: Tensor) -> None:
         """As `prepare`, for a collective to which this rank gives a shard of `arriving` itself."""
@@ -39,7 +61,7 @@ class TransportOverNodes(WeightTransport):
         return dtype, self.layout.padded_numel
 
 
-class NodeTransport(WeightTransport):
+class NodeTransport:
     """Gathers from this node's second copy while that is current, else by another transport.
 
     Args:
@@ -55,7 +77,7 @@ class NodeTransport(WeightTransport):
     def __init__(
         self, between: TransportOverNodes, node: Communicator, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(between.comm, between.layout)
+        self.comm, self.layout = between.comm, between.layout
         self._between, self._node = between, node
         self.form, self.in_flight = between.form, between.in_flight
         sent, numel = between.arriving_kind(dtype)
@@ -84,6 +106,10 @@ class NodeTransport(WeightTransport):
             self.shard.copy_(self._between.arriving(full)[start : start + self.shard.numel()])
             self.current = True
         return self._between.finish(full) or kept
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> Work | None:
+        """Copy ``master``, which is not sharded, to ``full``."""
+        return self._between.copy(full, master, streams, *after)
 
     def invalidate(self) -> None:
         """Let the next gather cross between nodes."""

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import Communicator, Work, all_to_all, empty_for
+from zeroshard.comm.streams import Mark, Streams
 from zeroshard.host.lazily import loaded
 from zeroshard.settings.wire_formats import Format, Rounding
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
 from zeroshard.zero.core.layout import FlatLayout
-from zeroshard.zero.transport.node_copy import TransportOverNodes
 
 
 def _kernel(name: str) -> Callable[..., None]:
@@ -49,7 +49,7 @@ def dequantised_sum(rows: Tensor, own: Tensor, rank: int, target: Tensor, form: 
     _kernel("dequantised_sum")(rows, own, rank, target, form)
 
 
-class PackedTransport(TransportOverNodes):
+class PackedTransport:
     """Sends shards in a wire format.
 
     Args:
@@ -59,7 +59,10 @@ class PackedTransport(TransportOverNodes):
     """
 
     def __init__(self, comm: Communicator, layout: FlatLayout, form: Format, *, compares: bool) -> None:
-        super().__init__(comm, layout)
+        self.comm, self.layout = comm, layout
+        self._own = slice(*layout.interval(comm.rank))
+        self.resident: list[Tensor] = []
+        self.in_flight: list[Tensor] = []
         self.form, self._form, self._compares = form, form, compares
         self._digest: bytes | None = None  # `seen` of this rank's own part of the weights, as it arrived
 
@@ -90,6 +93,13 @@ class PackedTransport(TransportOverNodes):
         record_read(packed)
         self._digest = digest_of(full[self._own]) if self._compares else None
         return False
+
+    def copy(self, full: Tensor, master: Tensor, streams: Streams, *after: Mark) -> None:
+        """Copy ``master``, which is not sharded, to ``full``."""
+        full.copy_(master)
+
+    def invalidate(self) -> None:
+        """Nothing: what is sent is made anew for each gather."""
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As `flat_params.take_written`, but compare with what was decoded.

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 
 from zeroshard.host.torch_internals import at_end_of_backward
-from zeroshard.zero.buffers.unit import Unit
-from zeroshard.zero.core.passes import Forward
+from zeroshard.zero.core.forward import Forward
 from zeroshard.zero.core.schedule import Cursor, Op
-from zeroshard.zero.runtime.forwards import ForwardRun
+from zeroshard.zero.core.units import Unit
 
 
 class _Run:
@@ -42,14 +41,14 @@ class BackwardPass(Cursor):
     """
 
     def __init__(
-        self, ops: Sequence[Op], forwards: Sequence[ForwardRun], order: Sequence[Unit], take: Callable[[Op], None]
+        self, ops: Sequence[Op], forwards: Sequence[Forward], order: Sequence[Unit[Any]], take: Callable[[Op], None]
     ) -> None:
         # Each sweep but the last gathers and frees every unit: gradients are complete in the last one only.
         sweeps = [op._replace(sweep=sweep) for sweep in reversed(range(1, len(forwards))) for op in ops[:-1]]
         super().__init__([*(op._replace(action="free") if op.action == "reduce" else op for op in sweeps), *ops], take)
-        self.forwards, self.forward = forwards, cast("Forward", forwards[0])
+        self.forwards, self.forward = forwards, forwards[0]
         self._sweep = {forward: sweep for sweep, forward in enumerate(reversed(forwards))}
-        self.called_again = {unit for unit in order if unit.read_in_backward and self.calls_left(unit) > 1}
+        self.called_again = dict.fromkeys(u for u in order if u.read_in_backward and self.calls_left(u) > 1)
         run = _Run()
         at_end_of_backward(run)
         self._run = weakref.ref(run)
@@ -62,11 +61,13 @@ class BackwardPass(Cursor):
         sweep = self._sweep.get(forward, 0)  # 0: a forward no longer expected; a graph may be run twice
         return Op("reduce" if sweep == 0 else "free", place, sweep)
 
-    def calls_left(self, unit: Unit) -> int:
+    def calls_left(self, unit: Unit[Any]) -> int:
         """The largest number of calls of the unit, in one of the forwards, whose backward is still to come."""
+        if len(self.forwards) == 1:  # nearly always
+            return self.forwards[0].calls.get(unit, 0)
         return max([forward.calls.get(unit, 0) for forward in self.forwards])
 
-    def forward_of(self, op: Op) -> ForwardRun:
+    def forward_of(self, op: Op) -> Forward:
         """The forward that the operation belongs to."""
         return self.forwards[-1 - op.sweep]
 

@@ -1,0 +1,77 @@
+"""What `Passes` asks of parts that others attach to it, and tells them; where none is attached it calls nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from zeroshard.zero.core.schedule import Op
+
+
+class GradSink(Protocol):
+    """What parameters show as their ``grad``: `zeroshard.zero.runtime.grad_hooks` shows the average over ranks."""
+
+    def begin_forward(self) -> None:
+        """The model is called: take what was assigned to gradients, and hook parameters that are trained now."""
+
+    def apply_assigned_grads(self) -> None:
+        """Apply what the user assigned to ``param.grad``."""
+
+    def show_grads(self) -> None:
+        """A backward is over."""
+
+
+class NestedUnits(Protocol):
+    """Units inside of other units: `zeroshard.zero.runtime.nested_units`."""
+
+    waiting: dict[Any, Op]  # the inner units whose turn has come, each with the operation that waits for the outer one
+
+    def postpones(self, op: Op, order: Sequence[Any]) -> bool:
+        """Whether the operation waits for the turn of a unit around its own, which is still to come."""
+        ...
+
+    def due(self, outer: Any) -> list[Op]:
+        """What has waited for the turn of this unit, which is now."""
+        ...
+
+
+class PassObserver(Protocol):
+    """Is notified of forwards and gradients: `zeroshard.zero.guards.pass_refusals`."""
+
+    def forward_ends(self) -> None:
+        """The model returns, before weights that no call has waited for are shown and freed."""
+
+    def require_shown(self, what: str) -> None:
+        """``what`` needs gradients that are complete, and reduced over ranks."""
+
+
+class LocalGrads(Protocol):
+    """Looks at this rank's own gradients before they are reduced: `zeroshard.zero.guards.non_finite`."""
+
+    def units(self) -> set[Any]:
+        """The units at which it looks in the backward that begins."""
+        ...
+
+    def before_reduce(self, unit: Any) -> None:
+        """The gradients of one of these units are about to be reduced."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to step."""
+
+    def cleared(self) -> None:
+        """Gradients were cleared."""
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have found something in the gradients that are there now. Collective."""
+        ...
+
+
+class Voter(Protocol):
+    """Has flags of its own in the message by which ranks agree at the end of a backward."""
+
+    def votes(self) -> list[bool]:
+        """This rank's flags, equally many on every rank."""
+        ...
+
+    def agreed(self, votes: list[bool]) -> None:
+        """For each flag, whether any rank has set it. May be collective."""

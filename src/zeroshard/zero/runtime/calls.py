@@ -1,0 +1,43 @@
+"""What ranks may do differently, beside gathers: steps, writes, calls. `Calls` is notified of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.agreement import Agreement
+from zeroshard.zero.core.ranks import RankGroups
+
+
+class Calls(Agreement):
+    """Is notified of what could make ranks differ, and compares none of it.
+
+    `zeroshard.zero.guards.collective_order` does.
+
+    Attributes:
+        calls: what was noted since ranks agreed, and may be different on other ranks.
+    """
+
+    def __init__(self, rank_groups: RankGroups) -> None:
+        super().__init__(rank_groups)
+        self.calls: list[str] = []
+
+    def note_grad_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """This rank is about to step with gradients of the groups into which it has written."""
+
+    def note_step(self) -> None:
+        """This rank has stepped an optimizer."""
+
+    def note_call(self, what: str) -> None:
+        """This rank has made a call that every rank must make with the same arguments."""
+
+    def note_writes(self, groups: Iterable[FlatGroup]) -> None:
+        """This rank has written to the unsharded weights of these groups, and steps before they are compared."""
+
+    def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
+        """The user has assigned these tensors, of any shape, to ``param.grad``: ``(name, tensor)``. Collective."""
+
+    def require_same_weights(self, groups: Iterable[FlatGroup]) -> None:
+        """Some rank has written in place to the weights of these groups. Collective."""
