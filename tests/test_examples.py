@@ -27,7 +27,7 @@ def test_stages_memory_measures_what_was_predicted():
 
 def test_sharded_optimizer_has_the_bits_of_the_unsharded_one():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = _run(*launcher, EXAMPLES / "zero/sharded_optimizer.py")
+    done = _run(*launcher, EXAMPLES / "sharded_optimizer.py")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     held = [[int(word.replace(",", "")) for word in line.split() if word[0].isdigit()] for line in lines[:-1]]
