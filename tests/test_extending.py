@@ -297,6 +297,7 @@ def test_what_an_engine_is_asked_for_is_named_once():
         each.name: engine[each.name].default for each in fields(EngineSettings)
     }
     others = {"model", "stage", "units", "comm", "precision", "init", "device", "buffers", "secondary_shard_size"}
+    others |= {"frozen_format"}  # of the library alone
     assert set(engine) - others == {each.name for each in fields(EngineSettings)}
     assert TrainConfig().as_asked == {"prefetch": 1, "accumulate": None, "reproducible": None, "shard_size": None}
     given = {"strategy": "zero3", "prefetch": 0, "accumulate": "local", "shard_size": 2}

@@ -151,6 +151,19 @@ def test_what_needs_no_watch_has_none():
     assert run_threads(lambda comm: watched(comm) is comm, 2) == [True, True]
 
 
+def test_ranks_that_do_not_exist_are_not_watched_among_processes_either(gloo_ranks):
+    """Each process has such a world to itself: it waits for no other, which may have ended."""
+    gloo_ranks(2).run(_has_no_peers)
+
+
+def _has_no_peers(comm):
+    alone = NullCommunicator(2, rank=comm.rank)
+    assert watched(comm) is not comm
+    assert watched(alone) is alone
+    around = ObservedCommunicator(alone)
+    assert watched(around) is around
+
+
 def test_a_watch_ends_with_its_communicator(gloo_ranks):
     """`_watch_once` asserts it."""
     gloo_ranks(2).run(_watch_once)

@@ -185,7 +185,7 @@ def _peak(config, how, cut, length):
 
     with on_meta():
         model = replace(config, activation_checkpointing=how, tiles=cut).build()
-        in_recomputations(model)
+        in_recomputations(model, model.blocks)
         tokens = torch.zeros(1, length, dtype=torch.long)
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))

@@ -44,7 +44,8 @@ PRELOADED += ["zeroshard.integrations.hf_export", "zeroshard.integrations.hf_imp
 PRELOADED += ["zeroshard.cli.checkpoints", "zeroshard.parallel.zero", "zeroshard.parallel.ddp"]
 PRELOADED += ["zeroshard.parallel.fsdp2", "zeroshard.parallel.zero_redundancy", "zeroshard.lab.planner.run_plan"]
 PRELOADED += ["zeroshard.lab.planner.plan", "zeroshard.lab.sweep.sweep", "zeroshard.cli.doctor", "zeroshard.cli"]
-PRELOADED += ["zeroshard.lab.report.png", "torch._functorch.partitioners", "networkx"]  # what collecting imports too
+PRELOADED += ["torch._functorch.partitioners", "networkx"]  # what collecting imports too; no matplotlib, whose
+# backend is chosen when it is imported: a notebook's kernel has another
 
 
 def main(path: str) -> None:

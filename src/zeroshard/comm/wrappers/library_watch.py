@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.comm.backends.null import NullCommunicator
 from zeroshard.comm.base import Communicator
 from zeroshard.comm.labels import CONTROL, labelled
 from zeroshard.comm.wrappers.place import place_of_main_thread
 from zeroshard.comm.wrappers.sentinel import SentinelCommunicator, StoreBoard, sentinel_of
+from zeroshard.comm.wrappers.wrapper import Wrapper
 from zeroshard.host.errors import ExitStatus
 
 GRACE_S = 10.0  # from a fault to the end of a process that does not raise it
@@ -33,12 +35,17 @@ _NAME_BYTES = 8
 def watched(comm: Communicator) -> Communicator:
     """Return ``comm`` under a `SentinelCommunicator`, if its ranks are processes of torch.distributed. Collective.
 
-    ``comm`` itself is returned if it is watched already, has one rank, or its ranks are threads, which notice by
-    themselves that they have diverged.
+    ``comm`` itself is returned if it is watched already, has one rank or no peers (`NullCommunicator`), or its ranks
+    are threads, which notice by themselves that they have diverged.
     """
     in_processes = dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
     in_main_thread = threading.current_thread() is threading.main_thread()  # ranks that are threads never are
     if comm.world_size == 1 or sentinel_of(comm) is not None or not (in_processes and in_main_thread):
+        return comm
+    innermost = comm
+    while isinstance(innermost, Wrapper):
+        innermost = innermost.inner
+    if isinstance(innermost, NullCommunicator):
         return comm
     store: Any = dist.distributed_c10d._get_default_store()
     own = store.clone()  # a request of the main thread may block, and would block ours
