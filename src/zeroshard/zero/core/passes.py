@@ -173,8 +173,11 @@ class Passes(Generic[AnyGroup]):
         ``again``: even if they are current, as other ranks may lack them. While all are pinned no rank does, and what
         the user has written there must neither be gathered over nor kept.
         """
-        if unit.unshard(again=again and not self.pinned) and any(group.params.sends for group in unit.groups):
-            self.collectives.note_gather(unit)
+        if unit.unshard(again=again and not self.pinned) and self.shard_params:
+            for group in unit.groups:
+                if group.params.sends:
+                    self.collectives.note_gather(unit)
+                    break
         if wait:  # the module's kernels, or backward's, read the weights next; until here computation went on
             unit.wait_for_unshard()
 

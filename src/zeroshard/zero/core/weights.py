@@ -198,6 +198,7 @@ class Weights:
             weights are not sharded and there is no wire format, it is a view of ``full``.
         dtype, comm: the parameters' dtype before there was an engine; the ranks that hold the shards.
         pieces: the pieces of parameters that the optimizer on this rank updates.
+        sends: whether ranks gather the weights from each other for each use.
         placeholder: the 0-dim NaN (0 for integers) that parameters show while their weights are hidden.
         watch: is told of all that happens to the weights.
     """
@@ -222,6 +223,7 @@ class Weights:
         self.rank_groups, self.comm = rank_groups, (comm := rank_groups.shard_group)
         several = comm.world_size > 1  # [Note: One rank]
         self.shard_optim, self.shard_params = several and strategy.optim is SHARD, several and strategy.params is SHARD
+        self.sends = self.shard_params
         if self.shard_params:  # memory of torch's own: the storage will be resized
             flat = torch.empty(layout.padded_numel, dtype=self.dtype, device=device)
         else:
@@ -363,11 +365,6 @@ class Weights:
         with labelled(f"{self.name}/state"):
             self.layout.gather(self.comm, flat, self.master.to(flat.device)).wait()
         return flat.to(self.dtype)
-
-    @property
-    def sends(self) -> bool:
-        """Whether ranks gather the weights from each other for each use."""
-        return self.shard_params
 
     @property
     def readable(self) -> bool:

@@ -170,6 +170,7 @@ class CodedParams(FlatParams):
             self.full = torch.empty_like(self.full)  # memory of torch's own: the storage will be resized
             self._views = self.layout.views(self.full)
         self.shard_optim = self.shard_params = True
+        self.sends = shards
         self.reshard()
         self._is_complete = True
 
@@ -210,11 +211,6 @@ class CodedParams(FlatParams):
                 self._codes.decode(codes, self.full)
         self.changes.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
-
-    @property
-    def sends(self) -> bool:
-        """Whether codes are gathered from other ranks for each use."""
-        return self.transport.sends
 
     def beside_values(self, rank: int) -> Iterable[NamedShard]:
         """The digests, from the first rank, in place of values."""
