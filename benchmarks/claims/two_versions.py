@@ -26,7 +26,7 @@ from typing import IO, Any, cast
 WORKER = "--worker"
 
 
-def serve(names: list[str]) -> None:
+def serve(shape_name: str, names: list[str]) -> None:
     """A rank of one version: for each line of the input, a contestant's name, take steps and print their times."""
     import torch
     import torch.distributed as dist
@@ -37,7 +37,7 @@ def serve(names: list[str]) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=os.environ["MEET"], rank=rank, world_size=world)
-    shape, device = step.SHAPES["wide"], torch.device("cpu")
+    shape, device = step.SHAPES[shape_name], torch.device("cpu")
     comms = {comm: communicator(comm) for comm in sorted({re.split("[@+]", name)[1] for name in names if "@" in name})}
     contestants = {name: step.build(name, shape, comms, device) for name in names}
     batch = step.batch(shape, rank, device)
@@ -51,14 +51,14 @@ def serve(names: list[str]) -> None:
         print(*map(min, zip(*times, strict=True)), flush=True)
 
 
-def start(python: str, meet: str, names: list[str], world: int) -> list[subprocess.Popen[str]]:
+def start(python: str, meet: str, shape: str, names: list[str], world: int) -> list[subprocess.Popen[str]]:
     """The ranks of one version, ready to step."""
     ranks = []
     for rank in range(world):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "MEET": meet}
         env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
         env |= {"THP_MEM_ALLOC_ENABLE": "1"}  # large tensors in huge pages
-        words = [python, __file__, WORKER, *names]
+        words = [python, __file__, WORKER, shape, *names]
         ranks.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env))
     for rank in ranks:
         if (said := cast("IO[str]", rank.stdout).readline().strip()) != "ready":
@@ -85,7 +85,7 @@ def table(found: dict[tuple[str, str], list[tuple[float, float]]], names: list[s
             ratios = [b / a for a, b in zip(before, now, strict=True)]
             medians = statistics.median(before), statistics.median(now)
             error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median
-            times = (f"{1e3 * each:.0f}" for each in medians)
+            times = (f"{1e3 * each:.4g}" for each in medians)
             shown = (medians[1] / medians[0], statistics.median(ratios), error)
             rows.append((name, label, *times, *(f"{each:.3f}" for each in shown), str(len(ratios))))
     return "\n".join(columns(rows, right=tuple(range(2, 8))))
@@ -94,11 +94,12 @@ def table(found: dict[tuple[str, str], list[tuple[float, float]]], names: list[s
 def main() -> None:
     """Start both versions, let them step in turn, and print the table."""
     if sys.argv[1:2] == [WORKER]:
-        serve(sys.argv[2:])
+        serve(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", help="the python of the other version's virtual environment")
     parser.add_argument("--contestants", nargs="+", default=["zero1@shm", "zero2@shm", "zero3@shm"])
+    parser.add_argument("--shape", default="wide", help="of the model: wide, deep, small or tiny")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--nproc", type=int, default=2)
     given = parser.parse_args()
@@ -109,7 +110,7 @@ def main() -> None:
         try:
             for version, python in pythons.items():
                 meet = f"file://{folder}/{version}"
-                versions[version] = start(python, meet, given.contestants, given.nproc)
+                versions[version] = start(python, meet, given.shape, given.contestants, given.nproc)
             for _ in range(given.rounds):
                 for name in random.sample(given.contestants, len(given.contestants)):
                     for version in random.sample(list(versions), len(versions)):
