@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeroshard.host.lazily import lazy_names
+from zeroshard.host.moved import keep_earlier_paths
 
 __version__ = "0.1.0"
 
@@ -23,5 +24,6 @@ if TYPE_CHECKING:
     from zeroshard.zero import ShardingStrategy as ShardingStrategy
     from zeroshard.zero import Zero as Zero
 
+keep_earlier_paths()
 __getattr__, __dir__, _names = lazy_names(__name__, __file__)
 __all__ = ["__version__", *_names]
