@@ -21,6 +21,8 @@ class NullCommunicator(FlatCommunicator):
         ValueError: ``world_size`` is below 1, or ``rank`` is outside it.
     """
 
+    has_peers = False  # no other process answers, so nobody is watched
+
     def __init__(self, world_size: int, rank: int = 0) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
