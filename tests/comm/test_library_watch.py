@@ -152,7 +152,7 @@ def test_what_needs_no_watch_has_none():
 
 
 def test_ranks_that_do_not_exist_are_not_watched_among_processes_either(gloo_ranks):
-    """Each process has such a world to itself: it waits for no other, which may have ended. `_has_no_peers` asserts it."""
+    """Each process has such a world to itself, and waits for no other; `_has_no_peers` asserts it."""
     gloo_ranks(2).run(_has_no_peers)
 
 
