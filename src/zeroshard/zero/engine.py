@@ -159,7 +159,7 @@ class Zero:
         self.local_steps: OuterSteps | None = None
 
         def passes(root: FlatUnit, others: list[FlatUnit]) -> Runtime:
-            # Buffers have rank 0's values by now.
+            """Make what walks the steps, and attach what takes part in them; buffers have rank 0's values by now."""
             changing = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
             self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, changing)
             self._optimizers = EngineOptimizers(self._runtime, rank_groups)
