@@ -51,11 +51,9 @@ class Saveable(Protocol):
     @property
     def comm(self) -> Communicator:
         """The communicator of the ranks that own the pieces."""
-        ...
 
     def named_shards(self) -> Iterable[NamedShard]:
         """Return the pieces that this rank writes; over all ranks every tensor is tiled exactly once."""
-        ...
 
 
 class Shardable(Saveable, Protocol):
@@ -67,7 +65,6 @@ class Shardable(Saveable, Protocol):
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read every piece that this rank needs from ``reader``."""
-        ...
 
 
 def save(path: str | PathLike[str], source: Saveable, *, step: int, extra: Mapping[str, Any] | None = None) -> None:

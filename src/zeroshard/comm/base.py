@@ -45,7 +45,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Order the caller (on CUDA: its current stream) after the operation; raise what went wrong in it."""
-        ...
 
 
 class Done:
@@ -87,45 +86,36 @@ class Communicator(Protocol):
     @property
     def rank(self) -> int:
         """This rank, from 0."""
-        ...
 
     @property
     def world_size(self) -> int:
         """How many ranks take part."""
-        ...
 
     @property
     def uniform_order(self) -> bool:
         """Whether `all_reduce` adds in the same order as `reduce_scatter`, so that both give the same bits."""
-        ...
 
     @property
     def control_device(self) -> torch.device:
         """The device for tensors of small control messages: the CPU if this communicator can send CPU tensors."""
-        ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce ``tensor`` (any shape, contiguous) over all ranks, in place."""
-        ...
 
     def reduce_scatter(self, output: Tensor, input: Tensor, op: ReduceOp = "sum") -> Work:
         """``output [n]`` becomes this rank's slice of the reduction of ``input [world_size * n]``.
 
         ``input`` keeps its values, unless ``output`` is this rank's slice of it: the other slices are then undefined.
         """
-        ...
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """``output [world_size * n]`` becomes every rank's ``input [n]``, in the order of ranks."""
-        ...
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """``tensor`` becomes rank ``src``'s, in place."""
-        ...
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
-        ...
 
 
 def empty_for(comm: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -46,23 +46,18 @@ class Streams(Protocol):
 
     def mark(self) -> Mark:
         """Return a mark behind all work that is queued on the current stream so far."""
-        ...
 
     def on(self, lane: Lane, *after: Mark) -> AbstractContextManager[None]:
         """Queue this block's work on the stream ``lane``, after these marks and after all work already queued there."""
-        ...
 
     def wait(self, mark: Mark) -> None:
         """Make the current stream wait for the mark, without blocking the host."""
-        ...
 
     def issued(self, work: Work) -> Work:
         """Wrap ``work``, which was just issued on the current stream: ``wait`` then waits for this stream too."""
-        ...
 
     def freed(self) -> None:
         """Record that weights are freed that the current stream has read until now: `copy_in` may reuse them after."""
-        ...
 
 
 class NoStreams:

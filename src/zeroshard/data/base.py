@@ -47,7 +47,6 @@ class Batches(Protocol):
         If rows contain several examples that must not attend to each other, there is a third tensor ``positions_BT``,
         int64, which counts from 0 in each example: see `as_arguments`.
         """
-        ...
 
 
 class Tokens(Protocol):
@@ -56,11 +55,9 @@ class Tokens(Protocol):
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the stream."""
-        ...
 
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.unsignedinteger]:
         """Return ``[len(starts), length]``: the ``length`` tokens from each start."""
-        ...
 
 
 class Rows(Protocol):
@@ -69,15 +66,12 @@ class Rows(Protocol):
     @property
     def num_rows(self) -> int:
         """Number of rows."""
-        ...
 
     def targets_in(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each of ``rows`` how many of its targets count."""
-        ...
 
     def read(self, wanted: NDArray[np.int64]) -> tuple[Tensor, ...]:
         """Return ``(tokens_BT, targets_BT)``, int64; for packed rows also ``positions_BT``."""
-        ...
 
 
 class TextRows:

@@ -45,15 +45,12 @@ class TextSource(Protocol):
     @property
     def description(self) -> str:
         """One line that describes the source, for ``meta.json``."""
-        ...
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the current content. It reads the files, because size and date prove nothing."""
-        ...
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents; the same ones in the same order each time."""
-        ...
 
 
 class TextFiles:

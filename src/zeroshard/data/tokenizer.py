@@ -64,39 +64,31 @@ class Tokenizer(Protocol):
     @property
     def name(self) -> str:
         """The name, as in ``data.tokenizer``."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Ids are in ``[0, vocab_size)``."""
-        ...
 
     @property
     def eos_id(self) -> int | None:
         """The id that ends a document; None if there is none."""
-        ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids at which generation ends: ``eos_id``, and others that the model's files name."""
-        ...
 
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that `encode` puts before a text and after it; mostly none."""
-        ...
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the ids of ``text``, [n], with those `around` it. Text that spells a special token is plain text."""
-        ...
 
     def encode_piece(self, text: str) -> NDArray[np.int64]:
         """Return the ids of a piece of text, [n], with nothing around them."""
-        ...
 
     def decode(self, ids: Ids) -> str:
         """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
-        ...
 
 
 class ByteTokenizer:

@@ -36,41 +36,33 @@ class ModelConfig(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids, V."""
-        ...
 
     @property
     def seq_len(self) -> int:
         """Largest number of tokens in a sequence."""
-        ...
 
     @property
     def n_layer(self) -> int:
         """Number of blocks."""
-        ...
 
     @property
     def n_head(self) -> int:
         """Number of query heads in each block."""
-        ...
 
     @property
     def n_embd(self) -> int:
         """Width of the residual stream."""
-        ...
 
     @property
     def activation_checkpointing(self) -> str:
         """Which blocks recompute activations in backward instead of keeping them: see `zeroshard.models.recompute`."""
-        ...
 
     @property
     def tiles(self) -> str:
         """How feed-forward layers are cut along the sequence: see `zeroshard.models.tiles`."""
-        ...
 
     def build(self, seed: int = 0, kernels: Choice = "auto") -> Any:
         """Build the `LanguageModel` of this configuration on the default device; arguments: see its attributes."""
-        ...
 
 
 def check_most(config: ModelConfig, name: str) -> None:

@@ -43,12 +43,10 @@ class DecoderConfig(ModelConfig, Protocol):
     @property
     def tie_embeddings(self) -> bool:
         """Whether token embedding and output head share one matrix."""
-        ...
 
     @property
     def dropout(self) -> float:
         """Probability with which activations are zeroed in training."""
-        ...
 
 
 def check_sizes(config: DecoderConfig, *more: str) -> None:

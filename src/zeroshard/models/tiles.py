@@ -63,11 +63,9 @@ class Log(Protocol):
 
     def here(self) -> int:
         """Return how much is written so far."""
-        ...
 
     def repeat(self, since: int, times: int) -> bool:
         """Write what was written from ``since`` on so many times more; return False if it does not repeat."""
-        ...
 
 
 _log: ContextVar[Log | None] = ContextVar("log", default=None)

@@ -66,11 +66,9 @@ class ShardReader(Protocol):
 
     def kinds(self, name: str) -> Mapping[str, tuple[int, ...]]:
         """Return every saved kind of ``name`` with the unsharded tensor's shape; empty if nothing was saved."""
-        ...
 
     def read(self, name: str, kind: str, interval: tuple[int, int]) -> Tensor:
         """Return the piece ``[start, stop)`` of the flattened tensor: 1-D, on the CPU; the caller may change it."""
-        ...
 
 
 @runtime_checkable
@@ -80,7 +78,6 @@ class ReadsSettings(Protocol):
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         """The saved param groups, as `named_group` made them."""
-        ...
 
 
 def saved_settings(reader: ShardReader, names: Iterable[str]) -> Mapping[str, Any] | None:

@@ -71,59 +71,45 @@ class Strategy(Protocol):
     @property
     def model(self) -> nn.Module:
         """The module that the training loop calls: ``model(tokens_BT, targets_BT)``."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """A real torch optimizer: step it, zero it, edit its ``param_groups``."""
-        ...
 
     @property
     def ema(self) -> Ema | None:
         """The moving average of the weights, saved and loaded with them; None if `Setup` asked for none."""
-        ...
 
     @property
     def comm(self) -> Communicator:
         """The communicator of the ranks that train together."""
-        ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Wrap forward and backward: gradients accumulate without communication."""
-        ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch; reduce gradients after the last, or earlier if needed."""
-        ...
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the averaged gradients by their global norm; return the norm before clipping, 0-dim, fp32."""
-        ...
 
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied tensor to the name under which it is saved."""
-        ...
 
     def named_shards(self) -> Iterable[NamedShard]:
         """Yield the pieces of tensors that this rank saves; over all ranks every tensor is covered exactly once."""
-        ...
 
     def named_param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's param groups in a form for JSON, ``params`` by ordinary names; on every rank."""
-        ...
 
     def load_named_shards(self, reader: ShardReader) -> None:
         """Read this rank's part of every saved tensor."""
-        ...
 
     def full_params(self) -> AbstractContextManager[None]:
         """Return a context in which weights are unsharded, under their ordinary names."""
-        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's unsharded weights on the CPU, with ordinary names; collective."""
-        ...
 
     def memory_bytes(self) -> dict[str, int]:
         """Return this rank's resident bytes by category: params, grads, master, optimizer, and ema if there is one."""
-        ...

@@ -108,7 +108,6 @@ class Away(Protocol):
 
     def members(self, numels: Sequence[int], others: Members) -> Sequence[Members]:
         """For units in the order of the forward, by their numbers of elements: each one's members."""
-        ...
 
     def attach(self, runtime: Runtime, observers: list[Observer]) -> None:
         """Take part in an engine's steps."""
@@ -119,7 +118,6 @@ class Coded(Protocol):
 
     def members(self, specs: Sequence[UnitSpec], others: Sequence[Members]) -> Sequence[Members]:
         """For units, the root first: each one's members, instead of the others."""
-        ...
 
 
 def placed(

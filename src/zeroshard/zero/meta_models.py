@@ -19,14 +19,12 @@ class DrawsParts(Protocol):
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
         """Fill an entire buffer or parameter, in place."""
-        ...
 
     def part(self, name: str, values: torch.Tensor, start: int, numel: int) -> None:
         """Fill ``values [n]``: the elements from ``start`` of a flattened parameter of ``numel`` elements.
 
         The values must depend neither on the rank nor on how many elements one call fills.
         """
-        ...
 
 
 def materialise(model: nn.Module, device: torch.device, init: Init | None = None) -> set[nn.Parameter]:

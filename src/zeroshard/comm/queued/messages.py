@@ -30,31 +30,25 @@ class Transport(Protocol):
     @property
     def rank(self) -> int:
         """This rank, from 0."""
-        ...
 
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        ...
 
     def send(self, message: Tensor, to: int) -> Work:
         """Send ``message`` (contiguous, not empty) to rank ``to``; after `Work.wait` it may be changed."""
-        ...
 
     def recv(self, buffer: Tensor, source: int) -> Work:
         """Receive from rank ``source`` into ``buffer`` (contiguous, as large as the message); filled after `Work.wait`.
 
         The caller must wait for receives from one rank in the order in which it posted them.
         """
-        ...
 
     def split(self, groups: Groups) -> Transport:
         """Return a transport among the ranks of this rank's group; see `zeroshard.comm.base.split`."""
-        ...
 
     def close(self) -> None:
         """Close the connections; messages in flight are lost."""
-        ...
 
 
 def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, int]:

@@ -24,11 +24,9 @@ class Board(Protocol):
 
     def post(self, key: str, value: bytes) -> None:
         """Set a key."""
-        ...
 
     def read(self, key: str) -> bytes | None:
         """A key's value, or None."""
-        ...
 
 
 class StoreBoard:

@@ -32,15 +32,12 @@ class Tracker(Protocol):
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """The run starts or resumes; ``facts`` are its configuration and fixed facts, by dotted name."""
-        ...
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values after ``step`` steps."""
-        ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run has ended; ``summary`` is empty if an exception ended it."""
-        ...
 
 
 class TensorBoardTracker:

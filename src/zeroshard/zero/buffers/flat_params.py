@@ -51,7 +51,6 @@ class TakesWritten(Protocol):
 
     def take_written(self, master: Tensor, written: Tensor) -> None:
         """As `take_written`."""
-        ...
 
 
 def take_written(transport: WeightTransport, master: Tensor, written: Tensor) -> None:

@@ -40,7 +40,6 @@ class StoredGroup(Protocol):
     @property
     def shards_now(self) -> list[nn.Parameter]:
         """The pieces, whatever updates them now."""
-        ...
 
 
 class _Kept(NamedTuple):

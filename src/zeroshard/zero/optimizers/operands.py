@@ -26,7 +26,6 @@ class LaterUpdates(Protocol):
 
     def takes(self, group: FlatGroup) -> bool:
         """Whether it updates the pieces of this group."""
-        ...
 
     def arm(self, of: Any, step: Callable[[Any], Any], units: Mapping[FlatGroup, Lists]) -> None:
         """Update these units by the class's own ``step``, with the settings that the optimizer has now."""
@@ -39,7 +38,6 @@ class LaterUpdates(Protocol):
 
     def states(self, content: Any) -> Any:
         """Return an optimizer's states, which from now on wait for updates when they are read."""
-        ...
 
     def loaded(self, optimizer: Any, group: FlatGroup) -> None:
         """Have states of the group's pieces, which were just loaded, where they are between steps."""
@@ -51,13 +49,11 @@ class StateFormat(Protocol):
     @property
     def name(self) -> str:
         """Its name."""
-        ...
 
     def blocks(
         self, optimizer_cls: type, settings: Mapping[str, Any], params: Mapping[nn.Parameter, torch.dtype]
     ) -> dict[nn.Parameter, int]:
         """Those of a group's parameters that may not be cut anywhere, with the elements of a block of each."""
-        ...
 
 
 class StatesInFormat(Protocol):
@@ -65,11 +61,9 @@ class StatesInFormat(Protocol):
 
     def parts(self, by_group: Lists) -> list[Lists]:
         """Divide pieces into parts on which the class steps in turn, so that few states are wide at a time."""
-        ...
 
     def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those whose states it keeps."""
-        ...
 
     def bring(self, pieces: Sequence[nn.Parameter]) -> None:
         """Make these states as the class has them."""
@@ -82,7 +76,6 @@ class StatesInFormat(Protocol):
 
     def kept(self, state: Mapping[str, Any]) -> State:
         """Return a state that the class has made, of any tensor, as it is kept."""
-        ...
 
 
 class WidenedGrads:

@@ -37,7 +37,6 @@ class Stateful(Protocol):
     @property
     def state(self) -> MutableMapping[Any, State]:
         """States by piece, then by kind."""
-        ...
 
 
 def unsharded_state(piecewise: PiecewiseOptimizer, groups: Iterable[FlatGroup]) -> dict[str, Any]:

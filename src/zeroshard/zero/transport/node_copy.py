@@ -39,11 +39,9 @@ class TransportOverNodes(WeightTransport, Protocol):
 
     def arriving(self, full: Tensor) -> Tensor:
         """1-D: where the shards of all ranks arrive."""
-        ...
 
     def arriving_kind(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Dtype and number of elements of `arriving`; ``dtype``: the compute dtype."""
-        ...
 
 
 class PlainOverNodes(PlainTransport):
