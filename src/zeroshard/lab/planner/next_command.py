@@ -13,11 +13,11 @@ from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.plan_rows import Plan, Row
 from zeroshard.models.hugging_face.folder import PREFIX, is_hugging_face
-from zeroshard.settings.base import SHORTHANDS
+from zeroshard.settings.base import SHORTHANDS, Config
 from zeroshard.settings.validate import nested, validate
 from zeroshard.train.config.config import TrainConfig
 
-SECTIONS = ("model", "lora", "wire", "local_steps", "offload")  # sections that plans' settings and runs' settings share
+SECTIONS = [name for name, field in PlanConfig.model_fields.items() if isinstance(field.default, Config)]
 SETTINGS = (
     "tiles",
     "reproducible",
