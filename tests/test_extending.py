@@ -37,7 +37,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.evaluation import Evaluation
 from zeroshard.train.records.records import Callback
 from zeroshard.train.setup.ranks import join
-from zeroshard.zero import Zero
+from zeroshard.zero import FrozenFormat, Zero
 
 PACKAGE = Path(zeroshard.__file__).parent
 TABLES = (PRESETS, SOURCES, STRATEGIES, COMMUNICATORS, OPERATIONS)
@@ -297,13 +297,9 @@ def test_what_an_engine_is_asked_for_is_named_once():
         each.name: engine[each.name].default for each in fields(EngineSettings)
     }
     others = {"model", "stage", "units", "comm", "precision", "init", "device", "buffers", "secondary_shard_size"}
-    others |= {"frozen_format"}  # of the library alone
     assert set(engine) - others == {each.name for each in fields(EngineSettings)}
-    assert TrainConfig().as_asked == {"prefetch": 1, "accumulate": None, "reproducible": None, "shard_size": None}
-    given = {"strategy": "zero3", "prefetch": 0, "accumulate": "local", "shard_size": 2}
-    assert TrainConfig(**given).as_asked == {
-        "prefetch": 0,
-        "accumulate": "local",
-        "reproducible": None,
-        "shard_size": 2,
-    }
+    nothing = dict.fromkeys(("accumulate", "reproducible", "shard_size", "frozen_format"))
+    assert TrainConfig().as_asked == {**nothing, "prefetch": 1}
+    given = {"prefetch": 0, "accumulate": "local", "shard_size": 2}
+    config = TrainConfig(strategy="zero3", lora=4, base={"format": "nf4", "double": True, "only": "*.mlp.*"}, **given)
+    assert config.as_asked == {**nothing, **given, "frozen_format": FrozenFormat(double=True, only=("*.mlp.*",))}

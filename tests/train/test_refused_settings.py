@@ -79,6 +79,13 @@ REFUSED = """
 --offload optimizer --offload.fraction nan | offload.fraction: nan is no share of the elements; give auto, or a number
 --offload all --offload.pinned 4 | offload.pinned: '4' is not a size; write a number and a unit, as 5GB or 512MiB
 --offload optimizer --offload.path x | offload.path: x is given, and offload = optimizer keeps state in memory; use
+--base nf4 | base.format: nf4 is for weights that are not trained, and without adapters all are; add --lora 16, or leave
+--base nf5 --lora 4 | base.format: 'nf5' is not a choice; choose one of none, nf4, int8, int4, e4m3
+--base int8 --lora 4 --strategy fsdp2 | base.format: int8 is given, and fsdp2 does not use zeroshard's engine; leave
+--lora 4 --base.double | base.double: is given, and base is none; add --base nf4, or leave it out
+--base nf4 --lora 4 --base.block 24 | base.block: blocks of 24 elements do not pack; give a multiple of 16 from 16 to
+--base nf4 --lora 4 --base.only= | base.only: one of them is empty; name weights, as *.mlp.*
+--base nf4 --lora 4 --strategy zero3 --node-copy 2 | node_copy: 2 with base = nf4, and codes have no second copy; leave
 --state-format int8 --optimizer muon | state_format: int8 is for states of torch's AdamW, and optimizer is muon; leave
 --state-format bf16 --strategy ddp | state_format: ddp does not run its optimizer unit by unit, for which states are
 --state-format int4 | state_format: 'int4' is not a choice; choose one of fp32, bf16, int8
@@ -139,6 +146,8 @@ def test_a_setting_that_cannot_be_is_refused_in_one_line(row):
     "words",
     [
         "--reproducible 6",
+        "--base nf4",
+        "--base nf4 --lora 4 --node-copy 2",
         "--reproducible 8 --tiles 2 --model.activation-checkpointing full",
         "--reproducible 8 --sequence-parallel 2",
         "--reproducible 8 --wire.grads int8",

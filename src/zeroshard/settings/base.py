@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from zeroshard.settings.sizes import parse_count
 
 # `model = "NAME"` stands for `model.name = "NAME"`
-SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state"}
+SHORTHANDS = {"model": "name", "data": "source", "track": "to", "lora": "rank", "offload": "state", "base": "format"}
 Count = Annotated[int, BeforeValidator(parse_count)]  # 1_000_000, or 1M
 
 

@@ -15,11 +15,13 @@ from pydantic import Field, model_validator
 
 from zeroshard.settings import rules
 from zeroshard.settings.base import TILES, Config, Tiles
+from zeroshard.settings.frozen_base import BaseConfig
 from zeroshard.settings.local_steps import LocalStepsConfig
 from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.wire import WireConfig
 
 if TYPE_CHECKING:
+    from zeroshard.zero.frozen_formats.settings import FrozenFormat
     from zeroshard.zero.local_steps.settings import LocalSteps
     from zeroshard.zero.offload.settings import Offload
 
@@ -32,6 +34,7 @@ class EngineConfig(Config):
     local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
     offload: OffloadConfig = OffloadConfig()
+    base: BaseConfig = BaseConfig()
 
     shard_size: int = Field(
         0,
@@ -88,6 +91,11 @@ class EngineConfig(Config):
     )
 
     @property
+    def frozen_format(self) -> FrozenFormat | None:
+        """``base`` as `EngineChoices` has it."""
+        return self.base.as_frozen_format
+
+    @property
     def as_asked(self) -> dict[str, Any]:
         """The plain settings that `EngineSettings` has too, as it has them: None where a choice is left."""
         known = {each.name: each.default for each in fields(EngineSettings) if each.name not in _SECTIONS}
@@ -140,6 +148,7 @@ class EngineChoices:
     accumulate: Literal["local", "sharded"] | None = None
     reproducible: int | None = None
     offload: Offload | None = None
+    frozen_format: str | FrozenFormat | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

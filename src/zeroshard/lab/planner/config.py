@@ -13,6 +13,7 @@ from zeroshard.lab.predict.hardware import find_device, find_link
 from zeroshard.settings import rules
 from zeroshard.settings.base import Count
 from zeroshard.settings.engine import EngineConfig
+from zeroshard.settings.frozen_base import check_base
 from zeroshard.settings.sizes import parse_size
 from zeroshard.train.config.model_section import ModelTables
 from zeroshard.train.config.with_strategy import check_offload
@@ -106,6 +107,7 @@ class PlanConfig(EngineConfig, ModelTables):
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
         check_offload(self.offload, "auto", local_steps=self.local_steps.on)
+        check_base(self)
         self._copies_what_is_sharded()
         if self.reproducible and self.ask == "fewest-gpus":
             what = "fewest-gpus looks at ways to run that have other bits"

@@ -25,6 +25,7 @@ from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_en
 from zeroshard.settings import rules
 from zeroshard.settings.base import SHORTHANDS, AutoSwitch
 from zeroshard.settings.engine import EngineConfig
+from zeroshard.settings.frozen_base import check_base
 from zeroshard.settings.optimizer import OptimizerName, check_optimizer
 from zeroshard.settings.sizes import parse_nnodes
 from zeroshard.settings.tables import ContractConfig, LinkConfig, OptimConfig, ProfileConfig, TrackConfig
@@ -280,6 +281,7 @@ class TrainConfig(EngineConfig, RunTables):
         )
         check_wire(self.wire, self.strategy)
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
+        check_base(self, "" if strategy.planned else ", ".join(strategies_with("planned")))
         rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.local_steps.on)):
             what = f"{self.strategy} does not shard with zeroshard's engine"
