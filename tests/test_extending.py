@@ -227,8 +227,8 @@ def test_all_ranks_end_a_run_if_one_wants_to_and_events_come_in_order(tiny_confi
 ECHO = {
     "settings/engine.py": [
         (
-            "    prefetch: int = Field(",
-            '    echo: int = Field(0, ge=0, le=9, description="How often it says hello.")\n    prefetch: int = Field(',
+            "    prefetch: Free[int] = Field(",
+            '    echo: int = Field(0, ge=0, le=9, description="How often: hello.")\n    prefetch: Free[int] = Field(',
         ),
         ("    prefetch: int = 1\n", "    prefetch: int = 1\n    echo: int = 0\n"),
     ],
@@ -268,7 +268,7 @@ found = cases_of(SweepConfig(base={"data": "synthetic"}, axes={"echo": [1, 2]}, 
 print("cases:", [case.config.echo for case in found])
 sys.path.insert(0, sys.argv[1])
 import reference
-print("lines:", sum(page.count("How often it says hello.") for page in reference.pages().values()))
+print("lines:", sum(page.count("How often: hello.") for page in reference.pages().values()))
 """
 
 

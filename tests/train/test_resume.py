@@ -13,7 +13,9 @@ from zeroshard.host.errors import UserError
 from zeroshard.lab.run_folders import read_run
 from zeroshard.models.presets import PRESETS
 from zeroshard.optim import learning_rate
-from zeroshard.train.setup.resume import FREE, check_changes, schedule_of
+from zeroshard.settings.base import OnResume
+from zeroshard.train.config.config import TrainConfig
+from zeroshard.train.setup.resume import check_changes, schedule_of
 from zeroshard.train.start import run_training
 from zeroshard.train.state import saved_run
 
@@ -44,7 +46,9 @@ def test_how_a_run_is_spread_and_watched_may_change_without_a_word(tiny_config, 
         checkpoint_interval=7, checkpoint_async=False, keep_checkpoints=2, log_interval=3, resume="auto", eval_rows=6,
     )  # fmt: skip
     assert _changes(tiny_config(), after) == []
-    assert {"strategy", "out", "data.dir"} <= FREE
+    free = {"strategy", "out", "data.dir", "offload.path", "model.activation_checkpointing"}
+    assert {TrainConfig.on_resume(name) for name in free} == {OnResume.FREE}
+    assert TrainConfig.on_resume("data.document_mask") is TrainConfig.on_resume("lr") is OnResume.SAID
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ The command line, config.toml, the axes of sweeps and the pages of the reference
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from enum import Enum, auto
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -32,6 +33,19 @@ Tiles = Annotated[str, BeforeValidator(_as_text)]  # none, auto or a number
 TILES = "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many."
 
 
+class OnResume(Enum):
+    """What becomes of a setting that another value was given for when a run is resumed."""
+
+    SAID = auto()  # in a line, as what is learned may change: of every setting that is not marked
+    FREE = auto()  # nothing: it does not affect what is learned, or its effect is compared by itself
+    FIXED = auto()  # it is refused
+
+
+_T = TypeVar("_T")
+Free = Annotated[_T, OnResume.FREE]
+Fixed = Annotated[_T, OnResume.FIXED]
+
+
 class Config(BaseModel):
     """Base class of all settings: unknown keys are refused, and an instance is frozen."""
 
@@ -42,3 +56,15 @@ class Config(BaseModel):
         copy = self.model_copy(update=values)
         copy.model_fields_set.difference_update(values)
         return copy
+
+    @classmethod
+    def on_resume(cls, name: str) -> OnResume:
+        """What becomes of another value of the setting with this dotted name; a section's mark holds for its fields."""
+        policy, section = OnResume.SAID, cls
+        for word in name.split("."):
+            field = section.model_fields.get(word)
+            if field is None:
+                break
+            policy = next((each for each in field.metadata if isinstance(each, OnResume)), policy)
+            section = field.annotation if isinstance(field.annotation, type) else Config
+        return policy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.settings import rules
-from zeroshard.settings.base import TILES, Config, Tiles
+from zeroshard.settings.base import TILES, Config, Free, Tiles
 from zeroshard.settings.frozen_base import BaseConfig
 from zeroshard.settings.local_steps import LocalStepsConfig
 from zeroshard.settings.offload import OffloadConfig
@@ -36,33 +36,33 @@ class EngineConfig(Config):
     offload: OffloadConfig = OffloadConfig()
     base: BaseConfig = BaseConfig()
 
-    shard_size: int = Field(
+    shard_size: Free[int] = Field(
         0,
         ge=0,
         description="Consecutive ranks (a node's) that shard training state; other groups replicate it. 0: all; a plan "
         "tries both.",
     )
-    node_copy: int = Field(
+    node_copy: Free[int] = Field(
         0,
         ge=0,
         description="zero3: consecutive ranks (a node's) that shard a second copy of the weights, from which backward "
         "gathers; 0: none.",
     )
-    sequence_parallel: int = Field(
+    sequence_parallel: Free[int] = Field(
         1,
         ge=1,
         description="Consecutive ranks that share each sequence: a rank has a part of its tokens, and in attention a "
         "part of its heads (Ulysses). A step has as many sequences as with that many fewer ranks.",
     )
-    tiles: Tiles = Field("none", description=TILES)
-    reshard_after_forward: bool = Field(
+    tiles: Free[Tiles] = Field("none", description=TILES)
+    reshard_after_forward: Free[bool] = Field(
         True,
         description="Free the unsharded weights between forward and backward; zero3 and fsdp2 alone may keep them.",
     )
-    prefetch: int = Field(
+    prefetch: Free[int] = Field(
         1, ge=0, description="Units whose weights are gathered ahead of their use, where a stage frees them."
     )
-    accumulate: Literal["auto", "local", "sharded"] = Field(
+    accumulate: Free[Literal["auto", "local", "sharded"]] = Field(
         "auto",
         description="How gradients of micro-batches accumulate: local (unsharded on each rank, one reduction), sharded "
         "(each micro-batch is reduced at once), auto (the stage's default).",
@@ -86,7 +86,7 @@ class EngineConfig(Config):
         description="Numbers that the blocks' linear layers multiply. fp8: 8 bits, with a scale for each row; "
         "by torchao, on GPUs from sm_89 on, with bfloat16, best with compile.",
     )
-    kernels: Literal["auto", "reference", "triton"] = Field(
+    kernels: Free[Literal["auto", "reference", "triton"]] = Field(
         "auto", description="Kernels of norms, rope, activations, loss and update. auto: Triton on a GPU, else PyTorch."
     )
 

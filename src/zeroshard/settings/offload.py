@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.base import SHORTHANDS, Config, Free
 from zeroshard.settings.sizes import parse_size
 
 
@@ -21,21 +21,21 @@ def _as_text(value: Any) -> Any:
 class OffloadConfig(Config):
     """Training state off the device: in memory of the host, or in a file, where the optimizer updates it there."""
 
-    state: Literal["none", "optimizer", "all", "disk", "disk-all"] = Field(
+    state: Free[Literal["none", "optimizer", "all", "disk", "disk-all"]] = Field(
         "none",
         description="State that leaves the device. optimizer: optimizer states, fp32 master weights and reduced "
         "gradients, to the host, which takes the updates. all: where a stage shards them (zero3) weights too. disk: "
         "states and masters in a file, gradients on the host. disk-all: gradients there too, and at zero3 weights.",
     )
-    fraction: Annotated[str, BeforeValidator(_as_text)] = Field(
+    fraction: Free[Annotated[str, BeforeValidator(_as_text)]] = Field(
         "auto",
         description="Share of a rank's elements whose state leaves, above 0 and up to 1: whole units, the last of the "
         "forward first. auto: what no step waits for, or what must leave so that it fits; all if rates are unknown.",
     )
-    pinned: str = Field(
+    pinned: Free[str] = Field(
         "", description="Most page-locked host memory of a rank on a GPU, as 4GiB; empty: all that crosses the bus."
     )
-    path: str = Field(
+    path: Free[str] = Field(
         "",
         description="disk, disk-all: folder on a fast disk for each rank's file; empty: OUT/offload.",
     )

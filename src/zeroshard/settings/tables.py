@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.base import SHORTHANDS, Config, Fixed, Free
 from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -17,17 +17,17 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 class LoraConfig(Config):
     """LoRA adapters, which are trained instead of the model's own weights; names are those of the package peft."""
 
-    rank: int = Field(
+    rank: Fixed[int] = Field(
         0,
         ge=0,
         le=2**20,
         description="LoRA: train adapters of this rank and nothing else; 0: train the model's weights.",
     )
-    alpha: float = Field(
+    alpha: Fixed[float] = Field(
         0.0, ge=0, allow_inf_nan=False, description="Adapters are scaled by alpha / rank; 0: twice the rank."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an input of an adapter is dropped.")
-    targets: tuple[str, ...] = Field(
+    targets: Fixed[tuple[str, ...]] = Field(
         (),
         description="Linear layers that get adapters, by name or its end, as q_proj v_proj; all-linear: all in the "
         "blocks; none: those that peft takes for the architecture.",
@@ -155,10 +155,10 @@ class LinkConfig(Config):
 class TrackConfig(Config):
     """The experiment trackers that get the run's metrics, in addition to ``metrics.jsonl``."""
 
-    to: tuple[str, ...] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
-    project: str = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
-    name: str = Field("", description="Name of the run there; empty: the run folder's.")
-    group: str = Field(
+    to: Free[tuple[str, ...]] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
+    project: Free[str] = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
+    name: Free[str] = Field("", description="Name of the run there; empty: the run folder's.")
+    group: Free[str] = Field(
         "", description="wandb, trackio: what this run is shown with; empty: nothing, in a sweep the sweep."
     )
 

@@ -23,7 +23,7 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.base import SHORTHANDS, AutoSwitch
+from zeroshard.settings.base import SHORTHANDS, AutoSwitch, Fixed, Free
 from zeroshard.settings.engine import EngineConfig
 from zeroshard.settings.frozen_base import check_base
 from zeroshard.settings.optimizer import OptimizerName, check_optimizer
@@ -45,14 +45,14 @@ CompileBackend = Literal["inductor", "aot_eager", "eager"]
 class RunTables(ModelTables):
     """Tables of a run that say nothing about the engine, and its strategy."""
 
-    data: DataConfig = DataConfig()
+    data: Free[DataConfig] = DataConfig()
     optim: OptimConfig = OptimConfig()
-    profile: ProfileConfig = ProfileConfig()
-    plan: ContractConfig = ContractConfig()
-    link: LinkConfig = LinkConfig()
+    profile: Free[ProfileConfig] = ProfileConfig()
+    plan: Free[ContractConfig] = ContractConfig()
+    link: Free[LinkConfig] = LinkConfig()
     track: TrackConfig = TrackConfig()
 
-    strategy: StrategyName = Field(
+    strategy: Free[StrategyName] = Field(
         "zero2",
         description="How training state is spread over ranks: auto (the lowest stage that fits), "
         f"{', '.join(STRATEGIES)}, or module:name of your own.",
@@ -62,7 +62,7 @@ class RunTables(ModelTables):
 class TrainConfig(EngineConfig, RunTables):
     """Settings of one training run. Validation fills in ``out`` if it is empty, so it is never empty afterwards."""
 
-    comm: CommName = Field(
+    comm: Free[CommName] = Field(
         "auto",
         description=f"Backend of collectives: auto (the fastest), {', '.join(COMMUNICATORS)}, or module:name of "
         "your own. torch: NCCL or gloo; ring, shm: our ring and shared memory.",
@@ -71,40 +71,40 @@ class TrainConfig(EngineConfig, RunTables):
         True,
         description="Overlap communication with computation; false: wait for each collective, to see the difference.",
     )
-    nproc: int = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
-    nnodes: str = Field(
+    nproc: Free[int] = Field(0, ge=0, description="Ranks to start on this machine; 0: torchrun's or SLURM's, else 1.")
+    nnodes: Free[str] = Field(
         "1",
         description="Machines that start --nproc ranks each: N, or MIN:MAX to go on with fewer or more after a loss.",
     )
-    rdzv_endpoint: str = Field("", description="HOST:PORT where several machines meet; HOST is one of them.")
-    port: int = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
-    max_restarts: int = Field(
+    rdzv_endpoint: Free[str] = Field("", description="HOST:PORT where several machines meet; HOST is one of them.")
+    port: Free[int] = Field(0, ge=0, le=65535, description="Port where --nproc ranks meet; 0: any free.")
+    max_restarts: Free[int] = Field(
         0, ge=0, description="Times that --nproc ranks are started again after one was lost, from the last checkpoint."
     )
-    step_timeout_s: float = Field(
+    step_timeout_s: Free[float] = Field(
         600.0,
         ge=0,
         allow_inf_nan=False,
         description="Seconds after which a step hangs: each rank's stacks go to OUT/stacks, the run ends. 0: never.",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs where there are any.")
+    device: Free[Literal["auto", "cpu", "cuda"]] = Field("auto", description="auto: GPUs where there are any.")
 
     seq_len: int = Field(128, ge=1, description="Tokens in a sequence.")
-    micro_batch_size: int = Field(8, ge=1, description="Sequences per rank in one forward pass.")
-    grad_accum_steps: int = Field(1, ge=1, description="Forward passes per optimizer step.")
-    global_batch_size: int = Field(
+    micro_batch_size: Free[int] = Field(8, ge=1, description="Sequences per rank in one forward pass.")
+    grad_accum_steps: Free[int] = Field(1, ge=1, description="Forward passes per optimizer step.")
+    global_batch_size: Free[int] = Field(
         0, ge=0, description="Sequences per optimizer step over all ranks; sets grad_accum_steps. 0: follows from them."
     )
     max_steps: int = Field(500, ge=1, description="Optimizer steps in the whole run.")
 
-    optimizer: OptimizerName = Field(
+    optimizer: Fixed[OptimizerName] = Field(
         "adamw",
         description="Update rule. adamw8bit: AdamW with states of 8 bits, 10 bytes a parameter in place of 16. "
         "flash-adamw: the same with weights in bfloat16 and 8 further bits of each, 7 bytes. muon: of the blocks' "
         "matrices, and AdamW for the rest.",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="muon: decay of the mean gradient.")
-    fused: bool = Field(True, description="The optimizer's fused kernel.")
+    fused: Free[bool] = Field(True, description="The optimizer's fused kernel.")
     lr: float = Field(
         1e-3,
         gt=0,
@@ -147,41 +147,53 @@ class TrainConfig(EngineConfig, RunTables):
     loss_scale_interval: int = Field(
         2000, ge=1, description="float16: steps without an overflow that double the scale; an overflow halves it."
     )
-    compile: AutoSwitch = Field(
+    compile: Free[AutoSwitch] = Field(
         "auto",
         description="torch.compile the model: in one graph on one rank, in pieces where ranks communicate. auto: on a "
         "GPU that has a compiler, but not with reproducible or tiles.",
     )
-    compile_backend: CompileBackend = Field(
+    compile_backend: Free[CompileBackend] = Field(
         "inductor", description="inductor: generated kernels. aot_eager, eager: the same graphs, run as they are."
     )
     seed: int = Field(0, ge=0, description="Seed of weights, order of data, dropout.")
 
-    eval_interval: int = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
-    eval_rows: int = Field(160, ge=0, description="Sequences in an evaluation, whatever micro-batch and ranks are.")
-    eval_batches: int = Field(0, ge=0, description="In place of eval_rows, that many times micro_batch_size; 0: none.")
-    log_interval: int = Field(10, ge=1, description="Steps between console lines.")
-    checkpoint_interval: int = Field(-1, ge=-1, description="Steps between saves; 0: at the end; -1: as eval_interval.")
-    checkpoint_async: bool = Field(
+    eval_interval: Free[int] = Field(100, ge=0, description="Steps between evaluations; 0: only at the end.")
+    eval_rows: Free[int] = Field(
+        160, ge=0, description="Sequences in an evaluation, whatever micro-batch and ranks are."
+    )
+    eval_batches: Free[int] = Field(
+        0, ge=0, description="In place of eval_rows, that many times micro_batch_size; 0: none."
+    )
+    log_interval: Free[int] = Field(10, ge=1, description="Steps between console lines.")
+    checkpoint_interval: Free[int] = Field(
+        -1, ge=-1, description="Steps between saves; 0: at the end; -1: as eval_interval."
+    )
+    checkpoint_async: Free[bool] = Field(
         True,
         description="Write checkpoints while training continues, copying what steps change meanwhile; false, and "
         "with --offload disk: training waits.",
     )
-    keep_checkpoints: int = Field(-1, ge=-1, description="Newest to keep; 0: all; -1: 2, or all at a set interval.")
-    keep_every: int = Field(0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest.")
-    keep_best: bool = Field(
+    keep_checkpoints: Free[int] = Field(
+        -1, ge=-1, description="Newest to keep; 0: all; -1: 2, or all at a set interval."
+    )
+    keep_every: Free[int] = Field(
+        0, ge=0, description="Steps whose multiples keep their checkpoints beside the newest."
+    )
+    keep_best: Free[bool] = Field(
         False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
     )
     callback: tuple[str, ...] = Field(
         (), description="Classes of your own that take part in the run, each as module:Class; none: ours alone."
     )
-    out: str = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
-    init_from: str = Field(
+    out: Free[str] = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
+    init_from: Free[str] = Field(
         "",
         description="Run, checkpoint, Hugging Face folder or hf:OWNER/NAME whose weights this run begins with, at its "
         "own step 0; empty: drawn.",
     )
-    resume: str = Field("none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint.")
+    resume: Free[str] = Field(
+        "none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -6,14 +6,14 @@ import glob
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_serializer, model_validator
 
 from zeroshard.data.registry import SOURCES, is_hub_name
 from zeroshard.host.errors import UserError
 from zeroshard.host.masked_addresses import masked
-from zeroshard.settings.base import SHORTHANDS, Config, Count
+from zeroshard.settings.base import SHORTHANDS, Config, Count, OnResume
 
 UNNAMED = "unnamed"  # the source of an imported run: the user has to name its data before training
 
@@ -45,7 +45,9 @@ class DataConfig(Config):
     streaming: bool = Field(
         False, description="Train straight from .parquet, .jsonl or the hub, and prepare nothing before."
     )
-    document_mask: bool = Field(False, description="Attention stays inside a document; the tokenizer must end them.")
+    document_mask: Annotated[bool, OnResume.SAID] = Field(
+        False, description="Attention stays inside a document; the tokenizer must end them."
+    )
     packing: bool = Field(
         False, description="chat, prompt: rows of seq_len tokens hold several examples; attention stays inside each."
     )

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
-from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.base import SHORTHANDS, Config, Free
 from zeroshard.settings.tables import LoraConfig
 
 HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json")  # settings that only hf: models have
@@ -100,5 +100,5 @@ class ModelConfig(Config):
 class ModelTables(Config):
     """Tables that say what is trained."""
 
-    model: ModelConfig = ModelConfig()
+    model: Free[ModelConfig] = ModelConfig()
     lora: LoraConfig = LoraConfig()

@@ -21,6 +21,7 @@ from zeroshard.host.errors import UserError
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
+from zeroshard.settings.base import OnResume
 from zeroshard.settings.optimizer import same_rule
 from zeroshard.settings.validate import by_dotted_name, validate
 from zeroshard.train.config.config import TrainConfig
@@ -32,23 +33,6 @@ from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import saved_run
-
-# Settings whose change is not reported: they do not affect what is learned, or their effect is compared separately
-# (tokens_per_step, rows of an evaluation, the resolved model, the hash of the data).
-FREE = frozenset(
-    {
-        *("strategy", "shard_size", "reshard_after_forward", "node_copy", "comm", "nproc", "nnodes", "device"),
-        *("out", "resume"),
-        *("port", "rdzv_endpoint", "max_restarts", "step_timeout_s"),
-        *("sequence_parallel", "micro_batch_size", "grad_accum_steps", "global_batch_size", "kernels", "fused"),
-        *("accumulate", "prefetch", "offload.state", "offload.fraction", "offload.pinned", "offload.path"),
-        *("compile", "compile_backend", "eval_interval", "eval_batches", "eval_rows", "log_interval"),
-        *("checkpoint_interval", "checkpoint_async", "keep_checkpoints", "keep_every", "keep_best"),
-        *("track.to", "track.project", "track.name", "track.group"),
-        *("data.dir", "data.path", "model.activation_checkpointing", "tiles", "init_from"),
-    }
-)
-REFUSED = frozenset({"optimizer", "lora.rank", "lora.alpha", "lora.targets"})
 
 
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
@@ -141,10 +125,10 @@ def check_changes(
         raise UserError(named, f"{what}were {old_data[:8]})", "restore the data, or start another run on these")
     lines: list[str] = []
     for key, value in before.items():
-        is_free = key.startswith(("model.", "data.", "profile.", "plan.", "link.")) and key != "data.document_mask"
-        if key in FREE or is_free or key not in now or now[key] == value:
+        policy = TrainConfig.on_resume(key)
+        if policy is OnResume.FREE or key not in now or now[key] == value:
             continue
-        if key in REFUSED and not (key == "optimizer" and same_rule(value, now[key])):
+        if policy is OnResume.FIXED and not (key == "optimizer" and same_rule(value, now[key])):
             raise UserError(key, f"the checkpoint was saved with {value}, now it is {now[key]}", f"use {value}")
         lines.append(f"{key} was {value}, now it is {now[key]}")
     lines += _other_rate(saved, config)
