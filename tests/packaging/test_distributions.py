@@ -4,7 +4,9 @@
 """
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,11 +27,12 @@ EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 MODULES = {"nvidia-ml-py": "pynvml"}
 
 
-def _build(source, kind, folder):
+def _build(source, kind, folder, **variables):
     """Build with the backend itself, in a process whose current folder is ``source``, as pip does."""
+    env = {**os.environ, "PROJECT_URL": "", **variables}
     code = f"import hatchling.build, sys; print(hatchling.build.build_{kind}(sys.argv[1]))"
     command = [sys.executable, "-c", code, folder]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return Path(folder) / done.stdout.split()[-1]
 
@@ -72,6 +75,26 @@ def test_the_wheel_says_what_it_needs_and_which_extras_there_are(wheel):
     assert set(facts.get_all("Provides-Extra")) == set(EXTRAS)
     core = [line for line in facts.get_all("Requires-Dist") if "extra ==" not in line]
     assert len(core) == len(PYPROJECT["project"]["dependencies"])
+
+
+def test_distributions_of_a_project_with_an_address_link_to_it_and_show_its_pictures(tmp_path):
+    for name in ("hatch_build.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(
+        PACKAGE, tmp_path / "src" / "zeroshard", ignore=lambda *_: ["lab", "zero", "train", "models", "comm"]
+    )
+    wheel = _build(tmp_path, "wheel", tmp_path, PROJECT_URL="https://host.example/us/zeroshard/")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        facts = Parser().parsestr(archive.read(name).decode())
+    home = "https://host.example/us/zeroshard"
+    assert f"Documentation, {home}/blob/HEAD/docs/index.md" in facts.get_all("Project-URL")
+    text = facts.get_payload()
+    assert f"({home}/raw/HEAD/docs/figures/memory.svg)" in text
+    assert f"]({home}/blob/HEAD/docs/how-to/own-loop.md)" in text
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", text) == []
+    with pytest.raises(AssertionError, match="PROJECT_URL: mine is no address; give https"):
+        _build(tmp_path, "wheel", tmp_path, PROJECT_URL="mine")
 
 
 def test_every_extra_is_documented_and_no_other():
