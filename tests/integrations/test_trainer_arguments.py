@@ -18,7 +18,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).with_name("trainer_arguments.py")
 ALWAYS = {"modules_to_save": 3, "modules_to_save_best": 1, "prompt_tuning_best": 3}  # at a stage each
-ALWAYS |= {"uneven_rows": 3, "uneven_rows_of_means_with_a_number": 1, "uneven_rows_generated": 1}
+ALWAYS |= {"coded_base": 3, "uneven_rows": 3, "uneven_rows_of_means_with_a_number": 1, "uneven_rows_generated": 1}
 ON_REQUEST = ["lora_resumed", "only_model_resumed"]
 ON_REQUEST += ["uneven_rows_of_means", "uneven_rows_by_length", "uneven_rows_dropped"]
 

@@ -41,13 +41,24 @@ def prompts():
     return adapted(PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
+def coded(stage):
+    """Adapters on a base that the engine keeps in four bits; of one process, with the values of these."""
+    from zeroshard.comm import NullCommunicator
+    from zeroshard.zero import Zero
+
+    model = lora()
+    if stage is None:
+        Zero(model, 0, "auto", NullCommunicator(1), frozen_format="nf4").remove()
+    return model
+
+
 def rows(number, seed=0):
     generator = torch.Generator().manual_seed(seed)
     found = [torch.randint(0, 64, (16,), generator=generator) for _ in range(number)]
     return [{"input_ids": row, "labels": row.clone()} for row in found]
 
 
-def trainer(out, stage, model, callbacks=(), **settings):
+def trainer(out, stage, model, callbacks=(), frozen_format=None, **settings):
     """A Trainer of 4 steps of 4 rows: in one process, or at ``stage`` on two ranks."""
     from transformers import Trainer, TrainingArguments
 
@@ -70,7 +81,7 @@ def trainer(out, stage, model, callbacks=(), **settings):
     given = {"model": model, "args": args, "train_dataset": rows(16), "eval_dataset": rows(8, seed=5)}
     if stage is None:
         return Trainer(**given, callbacks=list(callbacks))
-    return ZeroTrainer(**given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage))
+    return ZeroTrainer(**given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage, frozen_format=frozen_format))
 
 
 def numbers(trainer):
@@ -123,6 +134,14 @@ def lora_resumed(out, stage):
     again = trainer(out, stage, lora(), save_strategy="steps", save_steps=2)
     again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     return {"log": numbers(again)[:-1], "weights": weights(again)}
+
+
+def coded_base(out, stage):
+    """The best is loaded at the end, and the training goes on elsewhere from a checkpoint in the middle."""
+    best = _best(coded(stage), out, stage, frozen_format="nf4")
+    again = trainer(out, stage, coded(stage), frozen_format="nf4")
+    again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    return {**best, "resumed": weights(again)}
 
 
 def prompt_tuning_best(out, stage):
@@ -256,7 +275,7 @@ def main(out, names):
 
 UNEVEN = [uneven_rows, uneven_rows_of_means_with_a_number, uneven_rows_generated]
 UNEVEN += [uneven_rows_of_means, uneven_rows_by_length, uneven_rows_dropped]
-RUNS = [modules_to_save, modules_to_save_best, lora_resumed, prompt_tuning_best, only_model_resumed, *UNEVEN]
+RUNS = [modules_to_save, modules_to_save_best, lora_resumed, coded_base, prompt_tuning_best, only_model_resumed, *UNEVEN]
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

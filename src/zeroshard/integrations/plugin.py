@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.module_buffers import BufferSync
-from zeroshard.zero import MixedPrecision, Offload, Zero
+from zeroshard.zero import FrozenFormat, MixedPrecision, Offload, Zero
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.engine import Accumulate
 
@@ -31,6 +31,7 @@ class ZeroPlugin:
         shard_size: number of neighbouring ranks over which training state is sharded; None: all ranks.
         buffers: how ranks synchronise buffers that a forward changes, as in `Zero`.
         offload: which state leaves the device, as in `Zero`; no bit changes.
+        frozen_format: the format of frozen weights, as in `Zero`: of the base of adapters.
     """
 
     stage: int | ShardingStrategy = 3
@@ -41,6 +42,7 @@ class ZeroPlugin:
     shard_size: int | None = None
     buffers: BufferSync = "broadcast"
     offload: Offload | None = None
+    frozen_format: str | FrozenFormat | None = None
 
     def engine(self, model: nn.Module, mixed_precision: str | None = None) -> Zero:
         """The engine of ``model``, which the first call makes. Making it is collective.
@@ -63,6 +65,7 @@ class ZeroPlugin:
                 shard_size=self.shard_size,
                 buffers=self.buffers,
                 offload=self.offload,
+                frozen_format=self.frozen_format,
             )
             vars(model)[_ENGINE] = found
         return found

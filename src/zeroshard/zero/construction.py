@@ -116,8 +116,10 @@ class Away(Protocol):
 class Coded(Protocol):
     """Keeps frozen weights as codes: `zeroshard.zero.FrozenFormat` does."""
 
-    def members(self, specs: Sequence[UnitSpec], others: Sequence[Members]) -> Sequence[Members]:
-        """For units, the root first: each one's members, instead of the others."""
+    def members(
+        self, specs: Sequence[UnitSpec], others: Sequence[Members], kept: frozenset[Tensor]
+    ) -> Sequence[Members]:
+        """For units, the root first: each one's members, instead of the others; ``kept``: what stays in fp32."""
 
 
 def placed(
@@ -176,7 +178,7 @@ def parts_of(
     kept = kept_params(model, precision)
     numels = [sum(param.numel() for _, param in spec.params) for spec in all_specs]
     members: Sequence[Members] = [ALL] * len(all_specs) if away is None else away.members(numels, ALL)
-    members = members if coded is None else coded.members(all_specs, members)
+    members = members if coded is None else coded.members(all_specs, members, kept)
 
     own = dict(zip((spec.name for spec in all_specs), members, strict=True))
 

@@ -11,6 +11,7 @@ the forward of the unit before.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -201,14 +202,21 @@ class CodedParams(FlatParams):
         return self._codes.decode(self.all_codes(), flat)
 
     def write_back(self) -> None:
-        """Encode values that were written into the weights, and show what they have become."""
+        """Encode values that were written into the weights, and show what they have become; a warning says if not all
+        of their bits are kept.
+        """
         assert self.state.visible, "hidden parameters show NaN"
         self.changes.take_assigned(self._views)
         with torch.no_grad():
             if self._exposed_bits is None or not torch.equal(self._exposed_bits, bit_sums(self.full)):
-                codes = self._codes.encode(self.full)
+                codes, written = self._codes.encode(self.full), bit_sums(self.full)
                 self.take_codes(codes)
-                self._codes.decode(codes, self.full)
+                if not torch.equal(written, bit_sums(self._codes.decode(codes, self.full))):
+                    warnings.warn(
+                        f"full_params(write_back=True): frozen_format keeps what was written in {self._format.name}, "
+                        "which rounds it; call zero.remove() first to have it as it was written",
+                        stacklevel=2,
+                    )
         self.changes.accept()
         self._exposed_bits = None if self._exposed_bits is None else bit_sums(self.full)
 
@@ -324,9 +332,11 @@ class CodedMembers(Members):
         return lambda *args, members, **kwargs: made(*args, members=self._others, **kwargs)
 
 
-def members_of(settings: FrozenFormat, specs: Sequence[UnitSpec], others: Sequence[Members]) -> Sequence[Members]:
+def members_of(
+    settings: FrozenFormat, specs: Sequence[UnitSpec], others: Sequence[Members], kept: frozenset[Tensor]
+) -> Sequence[Members]:
     """See `FrozenFormat.members`."""
-    chosen = [_chosen(settings, spec, is_root=index == 0) for index, spec in enumerate(specs)]
+    chosen = [chosen_of(settings, spec, kept, is_root=index == 0) for index, spec in enumerate(specs)]
     if not any(chosen):
         if settings.only is not None:
             what, todo = f"no frozen parameter matches {', '.join(settings.only)}", "correct frozen_format.only"
@@ -339,7 +349,10 @@ def members_of(settings: FrozenFormat, specs: Sequence[UnitSpec], others: Sequen
     ]
 
 
-def _chosen(settings: FrozenFormat, spec: UnitSpec, *, is_root: bool) -> frozenset[nn.Parameter]:
+def chosen_of(
+    settings: FrozenFormat, spec: UnitSpec, kept: frozenset[Tensor], *, is_root: bool
+) -> frozenset[nn.Parameter]:
+    """The parameters of a unit that are kept as codes; arguments as of `FrozenFormat.members`."""
     looked_up = {
         param
         for part in spec.module.modules()
@@ -352,6 +365,6 @@ def _chosen(settings: FrozenFormat, spec: UnitSpec, *, is_root: bool) -> frozens
             return False
         if settings.only is not None:
             return settings.matches(name)
-        return not is_root and param.dim() >= 2 and param not in looked_up
+        return not is_root and param.dim() >= 2 and param not in looked_up and param not in kept
 
     return frozenset(param for name, param in spec.params if is_chosen(name, param))

@@ -12,6 +12,8 @@ from zeroshard.host.lazily import loaded
 from zeroshard.settings.wire_formats import SAME_AS, WEIGHT_FORMATS, BlockFormat
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from zeroshard.zero.buffers.plain import Members
     from zeroshard.zero.core.units import UnitSpec
 
@@ -24,7 +26,7 @@ class FrozenFormat:
     """Frozen weights as codes and scales, decoded for each use; an argument of `zeroshard.Zero`.
 
     It applies to parameters that are frozen when the engine is built, have two or more dimensions and belong to a unit,
-    but not to embeddings: for adapters on a base that is not trained (QLoRA: Dettmers et al. 2023,
+    but not to embeddings or `MixedPrecision.keep_in_fp32_modules`: for adapters on a base that is not trained (QLoRA: Dettmers et al. 2023,
     https://arxiv.org/abs/2305.14314).
 
     Attributes:
@@ -50,6 +52,7 @@ class FrozenFormat:
             raise UserError("frozen_format", what, f"choose one of {', '.join(WEIGHT_FORMATS)}")
         if isinstance(self.only, str):
             raise UserError("frozen_format.only", f"{self.only!r} is one text", f"give a list: [{self.only!r}]")
+        object.__setattr__(self, "only", None if self.only is None else tuple(self.only))
         _ = self.form
 
     @property
@@ -62,13 +65,20 @@ class FrozenFormat:
         """Whether ``only`` names this parameter."""
         return any(fnmatchcase(name, pattern) for pattern in self.only or ())
 
-    def members(self, specs: Sequence[UnitSpec], others: Sequence[Members]) -> Sequence[Members]:
+    def members(
+        self, specs: Sequence[UnitSpec], others: Sequence[Members], kept: frozenset[Tensor] = frozenset()
+    ) -> Sequence[Members]:
         """Return each unit's members, the root's first, instead of these ``others``.
+
+        Args:
+            specs: the units.
+            others: what their members would be.
+            kept: the parameters that mixed precision leaves in fp32, which get no codes unless ``only`` names them.
 
         Raises:
             UserError: (a ValueError) there is no parameter to apply the format to.
         """
-        return loaded("zeroshard.zero.frozen_formats.coded", "members_of")(self, specs, others)
+        return loaded("zeroshard.zero.frozen_formats.coded", "members_of")(self, specs, others, kept)
 
 
 def frozen_format_of(given: Any) -> FrozenFormat | None:
