@@ -81,7 +81,9 @@ def trainer(out, stage, model, callbacks=(), frozen_format=None, **settings):
     given = {"model": model, "args": args, "train_dataset": rows(16), "eval_dataset": rows(8, seed=5)}
     if stage is None:
         return Trainer(**given, callbacks=list(callbacks))
-    return ZeroTrainer(**given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage, frozen_format=frozen_format))
+    return ZeroTrainer(
+        **given, callbacks=list(callbacks), zero_plugin=ZeroPlugin(stage=stage, frozen_format=frozen_format)
+    )
 
 
 def numbers(trainer):
@@ -275,7 +277,15 @@ def main(out, names):
 
 UNEVEN = [uneven_rows, uneven_rows_of_means_with_a_number, uneven_rows_generated]
 UNEVEN += [uneven_rows_of_means, uneven_rows_by_length, uneven_rows_dropped]
-RUNS = [modules_to_save, modules_to_save_best, lora_resumed, coded_base, prompt_tuning_best, only_model_resumed, *UNEVEN]
+RUNS = [
+    modules_to_save,
+    modules_to_save_best,
+    lora_resumed,
+    coded_base,
+    prompt_tuning_best,
+    only_model_resumed,
+    *UNEVEN,
+]
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

@@ -202,6 +202,7 @@ def test_nothing_is_touched_before_what_it_must_wait_for(
     _train(case, monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore:.*which rounds it:UserWarning")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_codes_are_decoded_once_they_are_there_and_their_memory_is_free(stage, path, monkeypatch):
