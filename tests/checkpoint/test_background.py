@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fake_time import Clock
 from zeroshard import checkpoint
 from zeroshard.checkpoint import BackgroundSaver, background, store
 from zeroshard.checkpoint.copy_on_write import CopyOnWrite
@@ -149,6 +150,29 @@ def test_a_second_save_waits_for_the_first_and_tells_of_it(tmp_path, evenly_shar
     assert saver.wait() is None
     assert saver.progress == (0, 0)
     saver.close()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_seconds_of_a_save_count_from_its_call_and_those_that_it_stalls_a_run_from_there_to_its_return(
+    tmp_path, evenly_sharded, some_tensors, monkeypatch, gate, in_background
+):
+    clock, write = Clock(), background.api.write_rank  # which waits for the gate
+
+    def slow(*args):
+        write(*args)
+        clock.now += 4.0
+
+    monkeypatch.setattr(background, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(background.api, "write_rank", slow)
+    saver = BackgroundSaver(LocalCommunicator(), background=in_background)
+    if not in_background:
+        gate.set()
+    saver.start(tmp_path / "step-1", evenly_sharded(LocalCommunicator(), some_tensors), step=1)
+    clock.now += 2.0  # a step of the run
+    gate.set()
+    saved = saver.wait()
+    saver.close()
+    assert (saved.total_s, saved.stall_s) == ((6.0, 0.0) if in_background else (4.0, 4.0))
 
 
 def test_the_copys_memory_is_used_again(tmp_path, evenly_sharded, some_tensors):

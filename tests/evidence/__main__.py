@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     asked = verbs.add_parser("record", help="run tests; note their lines and costs")
     asked.add_argument("folder", type=Path)
+    asked.add_argument("--costs", action="store_true", help="print what the dearest cost, and trace no lines")
     asked.add_argument("tests", nargs="+", help="as pytest takes them")
     asked = verbs.add_parser("try", help="draw mistakes and find a test that sees each")
     asked.add_argument("folder", type=Path)
@@ -40,12 +41,20 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     folder = given.folder.resolve()
     if given.verb == "record":
-        status = pytest.main([*QUIET, *given.tests], plugins=[record.Recorder(folder)])
+        status = pytest.main([*QUIET, *given.tests], plugins=[record.Recorder(folder, lines=not given.costs)])
         record.combine(folder)
-        return int(status)
+        return int(status) or (_dearest(folder) if given.costs else 0)
     if given.verb == "try":
         return _try(folder, given.num, given.seed, given.below, given.cpu_limit_s)
     return _choose(folder, given.write, given.whole)
+
+
+def _dearest(folder: Path) -> int:
+    costs = record.costs(folder)
+    print(f"{len(costs)} tests that passed, {sum(costs.values()):.0f} s of the processor")
+    for test in sorted(costs, key=lambda test: -costs[test])[:30]:
+        print(f"{costs[test]:7.2f} {test}")
+    return 0
 
 
 def _rows(folder: Path) -> list[list]:

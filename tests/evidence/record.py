@@ -42,14 +42,16 @@ def cpu_s() -> float:
 
 
 class Recorder:
-    """A plugin of pytest that writes a record."""
+    """A plugin of pytest that writes a record; of costs alone where nothing shall trace ``lines``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.passed = folder, True
+    def __init__(self, folder: Path, lines: bool = True) -> None:
+        self.folder, self.passed, self.lines = folder, True, None
         (folder / "lines").mkdir(parents=True, exist_ok=True)
+        os.environ[observed.RECORD] = str(folder)
+        if not lines:
+            return
         config = folder / "coveragerc"
         config.write_text(CONFIG.format(package=ROOT / PACKAGE, folder=folder))
-        os.environ[observed.RECORD] = str(folder)
         self.lines = coverage.Coverage(config_file=str(config))
         self.lines.start()
         os.environ["COVERAGE_PROCESS_START"] = str(config)  # of Pythons that a test starts without the server
@@ -57,7 +59,8 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Called by pytest around each test, its setup and its teardown."""
-        self.lines.switch_context(observed.OF_A_TEST + item.nodeid)
+        if self.lines is not None:
+            self.lines.switch_context(observed.OF_A_TEST + item.nodeid)
         self.passed, before = True, cpu_s()
         done = yield
         with (self.folder / "costs.jsonl").open("a") as file:
@@ -70,8 +73,9 @@ class Recorder:
 
     def pytest_unconfigure(self) -> None:
         """Called by pytest at its end."""
-        self.lines.stop()
-        self.lines.save()
+        if self.lines is not None:
+            self.lines.stop()
+            self.lines.save()
 
 
 def combine(folder: Path) -> None:

@@ -20,10 +20,10 @@ OF_A_TEST = "test:"  # before its name, as a context of coverage's
 
 def begin() -> None:
     """Called by a forked program before its own code."""
-    if RECORD in os.environ:
+    if RECORD in os.environ and (config := Path(os.environ[RECORD]) / "coveragerc").exists():
         import coverage
 
-        os.environ["COVERAGE_PROCESS_START"] = str(Path(os.environ[RECORD]) / "coveragerc")
+        os.environ["COVERAGE_PROCESS_START"] = str(config)
         coverage.process_startup(force=True)
     if MISTAKE in os.environ:
         sys.path.append(str(Path(__file__).parents[1]))
@@ -44,11 +44,9 @@ def task(test: str) -> Generator[None]:
     if RECORD not in os.environ:
         yield
         return
-    import coverage
-
-    running, began = coverage.Coverage.current(), time.process_time()
-    assert running is not None
-    running.switch_context(OF_A_TEST + name_of(test))
+    began = time.process_time()
+    if "coverage" in sys.modules and (running := sys.modules["coverage"].Coverage.current()) is not None:
+        running.switch_context(OF_A_TEST + name_of(test))
     try:
         yield
     finally:
