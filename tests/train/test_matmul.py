@@ -35,6 +35,7 @@ def test_stages_agree_to_the_bit_and_come_near_the_products_in_the_dtype(fp8_con
     assert first["val"][0] == pytest.approx(plain["val"][0], rel=0.01)
 
 
+@pytest.mark.redundant
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it elsewhere
 def test_a_compiled_recomputed_model_trains(fp8_config):
     changes = {"compile": "on", "compile_backend": "aot_eager", "model": {"activation_checkpointing": "selective"}}
