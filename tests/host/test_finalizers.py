@@ -156,7 +156,8 @@ def test_what_the_collector_calls_is_known():
     """A further finalizer, ``__del__`` or callback of a weak reference is a `Finalizer`, or a row of the test above."""
     found = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "weakref" in text or "__del__" in text else ():
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func).removeprefix("weakref.")
                 calls = name == "finalize" or (name in ("ref", "WeakMethod", "proxy") and len(node.args) > 1)

@@ -1,9 +1,9 @@
 """Modules import under the paths that they had before they moved, and are the same modules."""
 
 import json
-import subprocess
 import sys
 
+import forked
 from zeroshard.host.moved import MOVED
 
 PROGRAM = """
@@ -28,6 +28,6 @@ print(json.dumps({name: importlib.import_module(name).__name__ for name in json.
 
 def test_earlier_paths_are_the_same_modules():
     words = [sys.executable, "-c", PROGRAM, json.dumps(list(MOVED))]
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    ended = forked.run(words, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == MOVED

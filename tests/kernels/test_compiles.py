@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard import kernels
 from soak import soaking
+from zeroshard import kernels
 from zeroshard.kernels.launch import HAS_TRITON
 
 PATHS = [path for path in Path(kernels.__file__).parent.glob("*.py") if path.stem != "launch"]
