@@ -89,7 +89,6 @@ class BackgroundSaver:
     Collective methods, which every rank must call: `start`, `poll`, `wait`.
 
     Args:
-        comm: the communicator of these ranks.
         background: False: `start` writes at once and without a copy, which saves memory and blocks the training loop.
         require_folder: called on rank 0 before a checkpoint's folder is made, and before the checkpoint is completed
             and renamed; an OSError fails the save.

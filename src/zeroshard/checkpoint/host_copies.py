@@ -49,11 +49,7 @@ def _locked(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class HostCopies:
-    """Copies from GPUs to the host, on each GPU's "save" stream, which first waits for the work queued so far.
-
-    Args:
-        streams: the streams of each device.
-    """
+    """Copies from GPUs to the host, on each GPU's "save" stream, which first waits for the work queued so far."""
 
     def __init__(self, streams: ByDevice) -> None:
         self._streams = streams

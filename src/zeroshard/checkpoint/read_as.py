@@ -31,7 +31,6 @@ class WeightsAlone:
     Weights in bf16 of which an optimizer's states have further bits are passed on with these, in fp32.
 
     Args:
-        strategy: the strategy to load into.
         kinds: kinds of tensors to load, such as weights, buffers and averages.
         seen_as: wraps the checkpoint's reader, to present the checkpoint in another form (as with adapters merged).
     """
@@ -130,7 +129,6 @@ class NewAdapters:
     """A `ShardReader` that adds newly initialised adapters to weights that have none.
 
     Args:
-        reader: reads the weights.
         adapters: initial values of each adapter by name, on the CPU.
     """
 

@@ -73,8 +73,6 @@ def write_tensors(
     does not keep a disk busy. Each thread copies at most one tensor at a time to the CPU, if it lies on another device.
 
     Args:
-        path: path of the file.
-        tensors: the tensors by their keys in the file.
         progress: called with the number of bytes after each chunk of some MiB, and with 0 after each flush; called from
             several threads.
         reading: a context manager entered around the reading of each tensor; it yields the tensor to write. Called from

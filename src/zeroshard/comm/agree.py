@@ -128,7 +128,6 @@ def agreement(
     """At the end of this block compare the descriptions that each rank has appended to the list.
 
     Args:
-        comm: all ranks.
         what: the argument that is described.
         todo: advice, for the error, to a user who has given ranks different arguments.
         phase: what the block does, for the error of a rank on which it did not fail.
@@ -250,7 +249,6 @@ def require_same(comm: Communicator, agreed: Sequence[int], lines: Iterable[str]
     """Raise ValueError on every rank if ranks have different digests, and optimizers that differ.
 
     Args:
-        comm: all ranks.
         agreed: the maxima of `both_ends` over ranks.
         lines: describe this rank's optimizers.
     """

@@ -107,7 +107,6 @@ class DeviceStreams:
     """The streams of one GPU, made when they are first used.
 
     Args:
-        device: a device with an index.
         api: ``torch.cuda``, or an object with its `Stream`, `Event`, `stream` and `current_stream`.
     """
 

@@ -51,7 +51,6 @@ class PendingBroadcasts:
 
     Args:
         comm: the ranks that take part.
-        label: the label of the broadcasts, for observers.
     """
 
     def __init__(self, comm: Communicator, label: str) -> None:
@@ -106,7 +105,6 @@ def broadcast_dicts(
     Args:
         comm: the ranks that take part.
         mine: the dicts, on rank ``src``; elsewhere it is ignored.
-        src: the rank that sends.
         device: where ``comm`` communicates. A tensor that lies elsewhere (a step count on the CPU) goes through it.
         label: the label of the broadcasts, for observers.
 

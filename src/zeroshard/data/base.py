@@ -77,10 +77,6 @@ class Rows(Protocol):
 class TextRows:
     """Rows of plain text: a stream of tokens cut every T tokens; implements `Rows`.
 
-    Args:
-        tokens: the stream.
-        seq_len: T.
-
     Raises:
         ValueError: the stream is shorter than a row.
     """

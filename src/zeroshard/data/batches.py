@@ -48,11 +48,8 @@ class RowBatches:
     """Shuffled training batches of one rank; implements `zeroshard.data.Batches`.
 
     Args:
-        rows: the rows to read.
-        micro_batch_size: B.
         grad_accum_steps: micro-batches of each rank per step.
         rank, world_size: the ranks among which the rows of a step are divided; None: this process is alone.
-        seed: seed of the shuffle.
         sequence_parallel: neighbouring ranks that share each row.
 
     Raises:
@@ -124,8 +121,6 @@ class EvalBatches:
     targets that count (of plain text the number of rows, which all have as many), or 0. It may be iterated repeatedly.
 
     Args:
-        rows: the rows to read.
-        micro_batch_size, max_rows, rank, world_size: as above.
         sequence_parallel: neighbouring ranks that share each row.
 
     Raises:

@@ -88,7 +88,6 @@ class OpenTemplate:
     """A template whose process runs; one thread may use it at a time.
 
     Args:
-        template: the template.
         process: the process, to which nothing was sent yet.
     """
 

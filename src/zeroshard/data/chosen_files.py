@@ -72,7 +72,6 @@ def walk(folder: Path, *, skipped: frozenset[str] = frozenset(), follow: bool = 
     """Yield the files in ``folder`` in sorted order, depth first, without hidden folders; each folder once.
 
     Args:
-        folder: an existing folder.
         skipped: names of folders to skip.
         follow: whether to follow links to folders.
 

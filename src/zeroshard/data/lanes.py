@@ -94,10 +94,8 @@ class Lanes:
     """The lanes of one split, and this rank's share of reading and encoding them.
 
     Args:
-        text: the corpus.
         split: ``train`` or ``val``; documents of the other split are skipped.
         seed: seed for the order of parts.
-        rank, world_size: the ranks that share the work.
         gather: a collective that returns every rank's bytes in rank order. None: each rank encodes everything.
     """
 

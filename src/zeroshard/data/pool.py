@@ -33,8 +33,6 @@ def in_order(
     Args:
         make: a module-level function; each process calls it once, and the callable that it returns with each task.
         args: picklable arguments of ``make``.
-        tasks: picklable tasks.
-        num: number of processes.
 
     Raises:
         Exception: a task raised it; its cause has the worker's traceback.

@@ -57,7 +57,6 @@ class TextFiles:
     """Text files, one document each.
 
     Args:
-        files: the files.
         description: see `TextSource`.
         left_out: lines for the user about files that are not read.
     """

@@ -65,7 +65,6 @@ class TokenShard:
     Args:
         ids: the ids, 1-D and contiguous; of a memory map the pages are fetched ahead.
         sums: the sums of its blocks, [num_blocks]; empty: nothing is checked.
-        block_bytes: bytes of a block.
         path: the file, for error messages.
     """
 

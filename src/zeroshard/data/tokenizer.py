@@ -172,7 +172,6 @@ class BpeTokenizer:
     other kind.
 
     Args:
-        inner: the library's tokenizer.
         name: the name, if it was read from a file; None if it was trained here, as ``bpe:N``.
         special: what files beside it say of its special tokens; without them the end of a text is recognised by its
             spelling.
@@ -356,8 +355,6 @@ def keep_tokenizer(
     """Make ``folder`` a prepared folder without tokens, from which `load_tokenizer` reads the tokenizer.
 
     Args:
-        folder: the folder; it is made.
-        tokenizer: the tokenizer to keep.
         vocab_size: the model's vocabulary size; at least the tokenizer's.
         description: where the tokenizer comes from.
         spec: the choices by which text was split, if any was.
@@ -385,7 +382,6 @@ def read_tokenizer(path: Path, name: str = "json") -> BpeTokenizer:
     """Read the tokenizer in a ``tokenizer.json``.
 
     Args:
-        path: path of the file.
         name: name of the tokenizer; ``bpe:N`` means that it was trained here.
 
     Raises:

@@ -29,7 +29,6 @@ class TokenDataset:
 
     Args:
         shards: the pieces, of one unsigned dtype, in order; arrays are 1-D.
-        vocab_size: ids are below it.
     """
 
     def __init__(self, shards: Sequence[NDArray[np.unsignedinteger] | TokenShard], vocab_size: int) -> None:
@@ -114,7 +113,6 @@ class TokenWriter:
         folder: the prepared folder in the making; files are written to ``folder/split``.
         split: ``train`` or ``val``.
         dtype: a key of `meta.DTYPES`.
-        shard_tokens: tokens per file.
         max_tokens: all tokens after so many are dropped; None means no limit.
         num_tokens: valid tokens of an earlier process that wrote with the same arguments; others are deleted.
 

@@ -54,7 +54,6 @@ def open_regular(
     """Open the regular file ``path`` without blocking; the caller closes the descriptor. Also an ``opener`` for `open`.
 
     Args:
-        path: path of the file.
         flags: flags of `os.open`. With O_TRUNC the file is emptied only after the check that it is a regular file.
         mode: permissions of a file that O_CREAT makes.
         follow: whether ``path`` may be a symbolic link.
@@ -91,7 +90,6 @@ def open_inside(
     """Open the regular file ``name`` in ``folder`` through no symbolic link below it: [Note: Inside a folder].
 
     Args:
-        folder: the folder, which may be a link.
         name: path of the file in it; with O_CREAT the folders on the way are made.
         flags, mode: as for `open_regular`, which also says what is raised.
     """

@@ -85,7 +85,6 @@ def write_adapters(draft: Path, model: HuggingFaceModel, reader: ShardReader, ki
         model: model with adapters, without values.
         reader: reader of a checkpoint of the model.
         kind: kind of the saved weights, such as ``"param"``.
-        dtype: dtype of the weights in the file.
     """
     tensors = []
     for name in sorted(name for name, _ in model.named_parameters() if is_adapter(name)):

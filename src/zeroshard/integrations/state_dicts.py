@@ -26,7 +26,6 @@ def through_engine(engine: Zero, state: Mapping[str, Tensor] | None = None) -> G
     ``load_state_dict`` gives each rank its shard; it is collective, and replaces values even with ``assign=True``.
 
     Args:
-        engine: the engine of the model.
         state: what ``state_dict`` returns, as `Zero.state_dict` returned it. None: names, shapes and dtypes, on the
             meta device, so that code that reads values raises.
     """

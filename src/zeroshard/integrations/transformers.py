@@ -52,7 +52,6 @@ class ZeroTrainerMixin(_Trainer):
 
     Args:
         zero_plugin: how to shard; None: stage 3.
-        *args: arguments of the Trainer.
         **kwargs: keyword arguments of the Trainer.
 
     Raises:

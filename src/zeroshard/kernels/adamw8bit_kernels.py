@@ -110,9 +110,7 @@ def launch(rows: Sequence[Sequence[Tensor | None]], steps: Sequence[int], number
 
     Args:
         rows: parameter, gradient, and what `zeroshard.kernels.adamw8bit.Codes` has, of each piece.
-        steps: the number of this update of each piece.
         numbers: fp32 [pieces, 7]: beta1, 1 - beta1, beta2, 1 - beta2, eps, step size, decay.
-        block: elements of a block.
     """
     param, grad, *_, correction = rows[0]
     assert param is not None

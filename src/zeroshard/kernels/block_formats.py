@@ -327,7 +327,6 @@ def quantise(
     Args:
         values: ``[n]`` contiguous, fp16, bf16, fp32 or fp64; fp64 is rounded to fp32 first.
         packed: output ``[form.num_bytes(n)]`` uint8, aligned to 4 bytes.
-        form: the format.
         key: key of stochastic rounding, from `zeroshard.settings.wire_formats.rounding_key`; None: round to nearest. A
             `DtypeFormat` always rounds to nearest.
         kernels: backend; see `zeroshard.kernels.use_kernels`.
@@ -380,7 +379,6 @@ def dequantised_sum(
         own: ``[n]`` contiguous, any floating dtype.
         rank: index of the row that ``own`` replaces.
         target: output ``[n]``; may be ``own``.
-        form: format of the rows.
         kernels: as in `quantise`.
 
     Raises:

@@ -89,7 +89,6 @@ def choose(operation: str, device: torch.device, kernels: Choice | None = None) 
 
     Args:
         operation: a key of `OPERATIONS`.
-        device: device of the tensors.
         kernels: the caller's choice; None: that of `use_kernels`, or ``"auto"`` without one.
 
     Raises:

@@ -90,7 +90,6 @@ def nodes(
 
     Args:
         num_nodes: number of nodes, at least 2.
-        node_size: ranks in each node.
         bytes_per_s, latency_s, burst_bytes: properties of a node's link, as in `shaping`.
 
     Raises:

@@ -145,7 +145,6 @@ def read_run(folder: str | Path, held: frozenset[tuple[int, int, int]] | None = 
     """Read a run folder; never raises, whatever the folder contains.
 
     Args:
-        folder: the run's folder.
         held: the result of `locks_held`, to read it only once for many folders.
     """
     folder = Path(folder)

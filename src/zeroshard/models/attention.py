@@ -91,7 +91,6 @@ def takes_blocks(x: Tensor, num_tokens: int, head_width: int, dropout: float) ->
     Args:
         x: what queries, keys and values are computed of.
         num_tokens: T; a row of less than a block has the mask, as flex attention has another kernel for it.
-        head_width: D.
         dropout: probability with which a weight is zeroed.
     """
     if dropout or num_tokens < BLOCK or head_width < _NARROWEST_FLEX or x.dtype == torch.float64:

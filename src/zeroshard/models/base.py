@@ -349,7 +349,6 @@ def flops_per_token(num_multiplied_params: int, n_layer: int, n_embd: int, seq_l
             GPT-2's positions, and the token embedding unless the output head shares it.
         n_layer: L, the number of blocks.
         n_embd: d, the width of all query heads together.
-        seq_len: T, tokens of a sequence.
     """
     return 6 * num_multiplied_params + 12 * n_layer * n_embd * seq_len
 
@@ -399,7 +398,6 @@ def fill_drawn_(param: Tensor, draw: Draw, seed: int, name: str, part: Part | No
     Args:
         param: the unsharded parameter, or its ``part`` [n]; any device and floating dtype, written in place.
         draw: function that fills a tensor [n], in fp32 on the CPU, with draws of the given generator.
-        seed: seed of the model.
         name: the parameter's name in the unsharded model.
         part: range of the flattened parameter that ``param`` is; None: all of it.
     """

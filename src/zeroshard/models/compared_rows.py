@@ -31,9 +31,7 @@ class ComparedRows:
 
     Args:
         model: the model, or the part of it that has attention.
-        sequence: the ranks.
         run: computes rows of it, as `require_same` says.
-        vocab_size: of its tokens.
     """
 
     def __init__(self, model: nn.Module, sequence: SequenceParallel, run: Run, vocab_size: int) -> None:

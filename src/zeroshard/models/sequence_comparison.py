@@ -84,11 +84,8 @@ def require_same(
 
     Args:
         model: the model, whose modules are in evaluation mode meanwhile.
-        sequence: the ranks.
         run: computes the model, given tokens [1, T], positions (None: those that it makes), and whether to return its
             output [1, T, ...]: of whole rows where the sequence is paused, else of this rank's part.
-        num_tokens: of the row.
-        vocab_size: of the tokens.
         device: where they are.
     """
     short = min(num_tokens, SHORT_PART * sequence.size)

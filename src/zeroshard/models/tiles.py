@@ -43,7 +43,6 @@ def num_tiles(how: str, num_tokens: int, width: int, middle: int) -> int:
     Args:
         how: auto: as many as make a tile's middle and its gradients as large as the layer's input, of at least
             `LEAST_TOKENS` tokens.
-        num_tokens: T.
         width: numbers of a token that enter the layer.
         middle: numbers of a token that exist inside of it, at once.
     """
@@ -117,7 +116,6 @@ def tiled(
 
     Args:
         function: from tensors [B, t, ...] to one [B, t, ...], each token by itself.
-        params: the parameters that it computes with.
         num: tiles, at most T.
         inputs: tensors [B, T, ...].
         random: whether it draws random numbers, so that backward must draw the same.

@@ -187,7 +187,6 @@ def as_kept(
 
     Args:
         make: makes another optimizer of the class and settings.
-        groups: each param group, with its parameters.
         reader: reads what was saved.
         say: whether to log a line about what is converted (the logger is ``zeroshard.checkpoint``).
     """

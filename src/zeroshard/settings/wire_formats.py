@@ -128,8 +128,6 @@ class Rounding:
     """The random keys of one buffer's stochastic rounding: each reduction of each step has keys of its own.
 
     Args:
-        seed: seed of the run.
-        unit: the buffer's name.
         rank: this rank among all ranks.
 
     Attributes:

@@ -32,7 +32,6 @@ def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) ->
 
     Args:
         shell: ``bash``, ``zsh`` or ``fish``.
-        verbs: the verbs by name.
         shorthands: table -> the key in it that the bare table name stands for.
 
     Raises:

@@ -22,7 +22,6 @@ def waiting(what: str, *, silence_s: float = SILENCE_S, stream: TextIO | None = 
 
     Args:
         what: what takes so long, in words.
-        silence_s: seconds from one line to the next.
         stream: where to write; None: stderr.
     """
     stream = stream or sys.stderr

@@ -56,11 +56,7 @@ class Ticket:
 
 
 class Worker:
-    """A thread that runs operations in issue order; after one has failed, all later ones fail with its error.
-
-    Args:
-        name: name of the thread.
-    """
+    """A thread that runs operations in issue order; after one has failed, all later ones fail with its error."""
 
     def __init__(self, name: str) -> None:
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()

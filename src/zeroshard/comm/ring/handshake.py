@@ -120,9 +120,6 @@ def introduce(line: socket.socket, secret: bytes, rank: int, peer: int, timeout_
 
     Args:
         line: a new connection to the listener.
-        secret: the listener's secret.
-        rank: the rank that calls: this one.
-        peer: the rank that listens.
         timeout_s: limit for the whole handshake.
 
     Raises:

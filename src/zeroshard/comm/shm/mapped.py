@@ -61,7 +61,6 @@ class Segment:
 
     Args:
         fd: the open file.
-        rank: the rank that owns the segment.
         num_counters: how many counters the segment has; the first is `LOST`.
 
     Attributes:

@@ -19,7 +19,6 @@ def pack(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], N
 
     Args:
         lengths: lengths of the examples, [n], each in [1, seq_len].
-        seq_len: capacity of a row.
 
     Returns:
         ``first`` [num_rows + 1]: for each row the index of its first entry in ``members``, then ``n``. ``members`` [n]:

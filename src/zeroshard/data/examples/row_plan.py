@@ -128,7 +128,6 @@ def rows_of_length(examples: Examples, seq_len: int, *, split: str, packed: bool
     """Return the rows of a split; the same on every rank.
 
     Args:
-        examples: the examples of the split.
         seq_len: inputs per row.
         split: its name, for error messages.
         packed: True: several examples per row, see `zeroshard.data.examples.packing`. False: one.

@@ -24,7 +24,6 @@ class ExampleWriter:
     """Appends examples to one split of a folder that is being prepared.
 
     Args:
-        folder: the folder.
         split: ``train`` or ``val``.
         dtype: dtype of the ids, a key of `zeroshard.data.meta.DTYPES`.
         shard_tokens: ids per file.
@@ -62,7 +61,6 @@ class Examples:
     """The examples of one split of a prepared folder, memory-mapped.
 
     Args:
-        folder: a prepared folder.
         split: ``train`` or ``val``.
 
     Raises:

@@ -30,7 +30,6 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float, world_si
         host: a name or address; with ``serves`` one of this machine.
         port: port of the store; 0 with ``serves``: any free one.
         serves: whether this process serves the store; if not, wait for the process that does.
-        timeout_s: timeout of requests to the store.
         world_size: how many processes will connect; None: unknown.
 
     Raises:

@@ -48,7 +48,6 @@ class StartedRank:
     """A rank, which leads its process group, with the methods of `subprocess.Popen` that torch's agent uses.
 
     Args:
-        pid: id of the process.
         exit_code: returns the exit code of the process with this id; None while it runs.
     """
 

@@ -27,7 +27,6 @@ class OneHost(RendezvousHandler):
     Args:
         address: address of this host at which the store listens.
         port: port of the store; 0: any free one.
-        run_id: id of this launch.
     """
 
     def __init__(self, address: str, port: int, run_id: str) -> None:

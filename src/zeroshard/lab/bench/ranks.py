@@ -44,7 +44,6 @@ def on_ranks(fn: Callable[..., T], world_size: int, *args: Any, device: str = "c
         world_size: number of ranks; 1 runs in this process.
         args: arguments that can be pickled.
         device: ``cpu`` or ``cuda``; on CUDA rank r uses device r modulo their number.
-        num_threads: compute threads of each rank.
     """
     if world_size == 1:
         before = torch.get_num_threads()

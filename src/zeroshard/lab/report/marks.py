@@ -51,7 +51,6 @@ def groups(
     Groups with fewer than two positions on the axis are left out, and only the first `MOST_GROUPS` are returned.
 
     Args:
-        entries: the entries to group.
         x_of: position of an entry on the x axis; entries with a position that is not finite are left out.
         on_axis: names of the settings that the x axis shows.
     """

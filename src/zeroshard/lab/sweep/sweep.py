@@ -47,7 +47,6 @@ def run_sweep(sweep: SweepConfig, *, command: Sequence[str] = TRAIN, stream: Tex
     """Run the runs of ``sweep`` that are not done yet, and return the exit status: 1 if any has failed.
 
     Args:
-        sweep: settings of the sweep.
         command: the command that trains, to which ``--config FILE`` is appended.
         stream: where progress is printed; None: stdout.
 

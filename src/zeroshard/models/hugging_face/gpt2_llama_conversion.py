@@ -140,7 +140,6 @@ def hf_config(config: OurConfig, *, dtype: str, eos_id: int | None = None, bos_i
     """Return the content of ``config.json`` for a model of ours.
 
     Args:
-        config: configuration of the model.
         dtype: dtype of the file's tensors, such as ``"float32"``.
         eos_id: id of the token that ends a text; None: there is none.
         bos_id: id of the token that begins a text; None: ``eos_id``, as with GPT-2.

@@ -52,7 +52,6 @@ def positions_in_rows(hf: nn.Module, given: dict[str, Any], sequence: SequencePa
     See [Note: Positions that a model makes].
 
     Args:
-        hf: the model.
         given: the arguments of its forward; no positions among them.
         sequence: the ranks; collective, if the model makes positions of ids.
     """

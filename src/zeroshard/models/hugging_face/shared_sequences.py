@@ -81,7 +81,6 @@ def share_sequences(model: nn.Module, sequence: SequenceParallel) -> None:
 
     Args:
         model: one of ours, or a causal language model of `transformers`, with adapters of `peft` or without.
-        sequence: the ranks.
 
     Raises:
         UserError: the ranks do not divide its heads, or it mixes tokens elsewhere than in its attention.

@@ -155,7 +155,6 @@ class FileWeights:
 
     Args:
         model: a model of `transformers`, on any device; only names, shapes and its class's rules for files are used.
-        folder: a folder with safetensors files.
 
     Raises:
         UserError: the files lack a parameter or have it in another shape, contain a tensor that the model has no place
@@ -198,7 +197,6 @@ def match(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
     Args:
         model: a model of `transformers`.
-        shapes: shapes of the files' tensors, by name.
 
     Raises:
         UserError: as `FileWeights`, but dtypes are not checked.

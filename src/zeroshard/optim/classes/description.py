@@ -30,7 +30,6 @@ def described(
     step has found. Whole numbers count steps, and a rank that owns nothing of a group may count none.
 
     Args:
-        optimizer: any optimizer.
         num_params: how many of the model's parameters are in each group, over all ranks.
         is_everywhere: whether each rank updates some parameter of the group with this index.
     """

@@ -330,7 +330,6 @@ def require_kept(
     Args:
         make: as for `KeptStates`.
         groups, saved_groups: the optimizer's param groups, and those of the state dict.
-        params: the parameters of each.
         states: of the state dict, by the names of ``params``.
     """
     saved = {

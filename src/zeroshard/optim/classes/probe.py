@@ -109,7 +109,6 @@ def probe(
     replaced: `probe_as_used` takes the user's, and must follow.
 
     Args:
-        optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
         group: settings of the param group in question, which override them.
         device: where the parameters live; settings that fit it alone (``capturable``, tensors there) are translated.

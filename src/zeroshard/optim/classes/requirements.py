@@ -43,7 +43,6 @@ def classify(
     is found by experiment on the CPU, whose result is cached if settings are plain values.
 
     Args:
-        optimizer_cls: any optimizer class.
         settings: keyword arguments for it.
         group: settings of the param group in question, which override them.
         device: where the parameters live; some settings work on some devices only.

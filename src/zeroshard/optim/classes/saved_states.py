@@ -53,7 +53,6 @@ def states_kept(
         optimizer: the optimizer that will load the states.
         make: makes another one of its class and settings.
         params: all parameters that it updates, by name.
-        reader: reads the saved states.
     """
     return kept_by(make, grouped_facts(optimizer, params), reader)
 

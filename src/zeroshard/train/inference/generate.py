@@ -229,7 +229,6 @@ def sample(
     Args:
         model: the model, which is put into evaluation mode.
         prompt_T: token ids [T], int64, T >= 1, on the model's device.
-        num_tokens: number of tokens to draw.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that together have this probability; 1: from all.
@@ -299,8 +298,6 @@ def decoded(tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int] =
     """Yield text as tokens arrive; a character that spans several tokens is yielded with its last token.
 
     Args:
-        tokenizer: of the tokens.
-        tokens: their ids.
         before: ids of the text that they go on: [Note: Ids that go on] in `zeroshard.data.joining`.
     """
     known, ids = list(before[-_NEIGHBOURS:]), []

@@ -42,7 +42,6 @@ def train(
     """Train until ``max_steps``, an early stop, too many NaN/Inf steps in a row, or until some rank wants to stop.
 
     Args:
-        run: the run to train.
         stop_wanted: returns the number of the signal that was received, or True for any; 0 for none. If it returns one
             on any rank, all ranks stop after that step (replicas: after their next outer step) and save a checkpoint.
         alive: called after each step, batch of an evaluation and part of a save: `Watchdog.alive`.

@@ -31,7 +31,6 @@ class Saving(Callback):
     """Saves checkpoints of ``run``; every method but `alive`, `settle` and `close` is collective.
 
     Args:
-        run: the run to save.
         alive: `Watchdog.alive`; called whenever any rank has progressed with a save.
 
     Attributes:

@@ -40,7 +40,6 @@ class Watchdog:
 
     Args:
         folder: the run folder; stacks go to ``stacks/rank-00003.txt`` in it.
-        rank: this rank.
         limit_s: seconds that a step or a batch of an evaluation may take; 0: no limit. The first step, which may
             compile, is not watched.
         on_hang: called with a one-line message and whether this rank should print it; it must end the process.

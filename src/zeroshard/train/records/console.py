@@ -32,8 +32,6 @@ class ConsoleRecorder(Callback):
     If stdout cannot be written any more, as after ``| head``, it warns once on stderr, and the run continues.
 
     Args:
-        max_steps: number of steps of the run.
-        log_interval: steps between lines.
         stream: where to print; None: stdout.
         next_command: what to do with a run that has ended well, named in its last line; empty: nothing.
     """

@@ -31,7 +31,6 @@ class LogFiles(Callback):
     is made again, with a warning.
 
     Args:
-        folder: the run folder.
         clock: returns the time of day, which each line then has as ``time``; None: lines have no time.
         require_folder: raises OSError once the folder is another run's, whose summary is then left alone.
     """

@@ -34,7 +34,6 @@ def commit_of(folder: Path, *, upwards: bool = True) -> str:
     The files of git are read and git itself is not run, because its settings in a foreign folder may run programs.
 
     Args:
-        folder: a folder of the repository.
         upwards: whether the repository may begin in a folder above.
     """
     for each in (folder, *folder.parents) if upwards else (folder,):

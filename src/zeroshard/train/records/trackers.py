@@ -140,13 +140,7 @@ class TrackioTracker:
 
 
 class TrackedRun(Callback):
-    """A callback that passes a run's events on to a tracker, whose exceptions cannot disturb the run.
-
-    Args:
-        name: name of the tracker, for the warning.
-        tracker: the tracker.
-        facts: the run's configuration.
-    """
+    """A callback that passes a run's events on to a tracker, whose exceptions cannot disturb the run."""
 
     def __init__(self, name: str, tracker: Tracker, facts: Mapping[str, Any]) -> None:
         self._name, self._facts = name, facts
