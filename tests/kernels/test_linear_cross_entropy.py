@@ -9,7 +9,7 @@ from zeroshard.kernels.cross_entropy import cross_entropy_reference
 from zeroshard.kernels.linear_cross_entropy import (
     CHUNK_BYTES,
     VOCAB_MULTIPLE,
-    _by_triton,
+    _in_one_node,
     linear_cross_entropy_reference,
     rows_at_once,
 )
@@ -160,7 +160,7 @@ def test_large_shapes(triton, random, device):
 def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
     hidden, weight = random(12, 64), random(9, 64)
     peaks = []
-    for compute in (_by_triton, work_of_projected_loss):
+    for compute in (_in_one_node, work_of_projected_loss):
         now, peak = 0, 0
 
         def changed(storage, num_bytes):
@@ -173,7 +173,7 @@ def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
         recorder = StorageEvents(changed)
         recorder.ignore(given)
         with recorder:
-            compute(*given, -100, 0.0, 0.0, 4)
+            compute(*given, -100, 0.0, 0.0, True, 4)
         peaks.append(peak)
     assert peaks == [4 * 4 * (VOCAB_MULTIPLE + 64)] * 2  # a chunk's logits, and the gradient of its hidden states
 

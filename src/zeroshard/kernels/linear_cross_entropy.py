@@ -107,46 +107,6 @@ def rows_at_once(num_rows: int, vocab: int, itemsize: int, *, on_cuda: bool, tri
     return max(1, -(-num_rows // num_chunks // multiple) * multiple)
 
 
-def _by_torch(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    losses: Tensor,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk_rows: int,
-) -> None:
-    """Write ``losses`` [rows] and the wanted gradients, chunk by chunk.
-
-    hidden, d_hidden [rows, width]; weight [vocab, width]; targets [rows]; d_weight [vocab, width] in losses' dtype.
-    """
-    options = (ignore_index, label_smoothing, z_loss)
-    _chunks(hidden, weight, targets, scale, losses, d_hidden, d_weight, options, chunk_rows, triton=False)
-
-
-@opaque("linear_cross_entropy", "losses", "d_hidden", "d_weight")
-def _by_triton(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    losses: Tensor,
-    d_hidden: Tensor | None,
-    d_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    chunk_rows: int,
-) -> None:
-    """As `_by_torch`; the row-wise part is a kernel of `cross_entropy_kernels`, the products are cuBLAS's."""
-    options = (ignore_index, label_smoothing, z_loss)
-    _chunks(hidden, weight, targets, scale, losses, d_hidden, d_weight, options, chunk_rows, triton=True)
-
-
 def _chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -155,11 +115,18 @@ def _chunks(
     losses: Tensor,
     d_hidden: Tensor | None,
     d_weight: Tensor | None,
-    options: tuple[int, float, float],
-    chunk_rows: int,
-    *,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
     triton: bool,
+    chunk_rows: int,
 ) -> None:
+    """Write ``losses`` [rows] and the wanted gradients, chunk by chunk; the products are PyTorch's.
+
+    hidden, d_hidden [rows, width]; weight [vocab, width]; targets [rows]; d_weight [vocab, width] in losses' dtype.
+    ``triton``: whether the part that goes row by row is a kernel of `cross_entropy_kernels`.
+    """
+    options = (ignore_index, label_smoothing, z_loss)
     num_rows, vocab = hidden.shape[0], weight.shape[0]
     if num_rows == 0 and d_weight is not None:
         d_weight.zero_()
@@ -216,7 +183,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def _loss_and_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compute: Callable[..., None]
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compute: Callable[..., None], triton: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the loss, and d_hidden, d_weight and the factor by which backward must still multiply them, or None each.
 
@@ -232,11 +199,11 @@ def _loss_and_gradients(
     d_hidden = torch.empty(rows.shape, dtype=hidden.dtype, device=hidden.device) if needs_hidden else None
     d_weight = torch.empty(weight.shape, dtype=dtype, device=hidden.device) if needs_weight else None
     at_once, later = split_scale(scale, hidden.dtype)
-    compute(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options, ctx.chunk_rows)
+    compute(rows, weight, targets, at_once, losses, d_hidden, d_weight, *options, triton, ctx.chunk_rows)
     return losses.sum() * scale, (d_hidden, d_weight, later)
 
 
-_in_one_node = opaque("linear_cross_entropy_by_torch", "losses", "d_hidden", "d_weight")(_by_torch)
+_in_one_node = opaque("linear_cross_entropy", "losses", "d_hidden", "d_weight")(_chunks)
 
 
 class _AsOneNode(torch.autograd.Function):
@@ -256,8 +223,7 @@ class _AsOneNode(torch.autograd.Function):
     ) -> Tensor:
         """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
         ctx.options, ctx.chunk_rows = options, chunk_rows
-        compute = _by_triton if triton else _in_one_node
-        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, compute)
+        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _in_one_node, triton)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -286,7 +252,7 @@ class _WithoutTriton(torch.autograd.Function):
         """As `_AsOneNode.forward`."""
         ctx.save_for_backward(hidden, weight, targets)
         ctx.options, ctx.chunk_rows = options, chunk_rows
-        loss, ctx.gradients = _loss_and_gradients(ctx, hidden, weight, targets, _by_torch)
+        loss, ctx.gradients = _loss_and_gradients(ctx, hidden, weight, targets, _chunks)
         return loss
 
     @staticmethod
@@ -297,7 +263,7 @@ class _WithoutTriton(torch.autograd.Function):
             found = _differentiated(ctx, d_loss)
             return *found, None, None, None
         if ctx.gradients is None:
-            ctx.gradients = _loss_and_gradients(ctx, *ctx.saved_tensors, _by_torch)[1]
+            ctx.gradients = _loss_and_gradients(ctx, *ctx.saved_tensors, _chunks)[1]
         (d_hidden, d_weight, later), ctx.gradients = ctx.gradients, None
         if later is not None:
             d_loss = d_loss * later
