@@ -36,7 +36,7 @@ def test_sharded_optimizer_has_the_bits_of_the_unsharded_one():
     assert lines[-1] == "Weights and state have the bits of the unsharded run."
 
 
-@pytest.mark.soak  # two ranks import transformers; tests/models/test_sequence_parallel.py has its loop on threads
+@pytest.mark.soak  # two ranks import transformers; tests/models/test_ulysses.py has its loop on threads
 def test_long_sequences_have_the_losses_of_one_process():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = _run(*launcher, EXAMPLES / "long_sequences.py")

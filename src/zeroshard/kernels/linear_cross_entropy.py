@@ -183,7 +183,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def _loss_and_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compute: Callable[..., None], triton: bool = False
+    ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, compute: Callable[..., None], *, triton: bool = False
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the loss, and d_hidden, d_weight and the factor by which backward must still multiply them, or None each.
 
@@ -223,7 +223,7 @@ class _AsOneNode(torch.autograd.Function):
     ) -> Tensor:
         """hidden [..., width], weight [vocab, width], targets [...] int64 -> the loss, 0-dim, in fp32 or fp64."""
         ctx.options, ctx.chunk_rows = options, chunk_rows
-        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _in_one_node, triton)
+        loss, gradients = _loss_and_gradients(ctx, hidden, weight, targets, _in_one_node, triton=triton)
         ctx.save_for_backward(*gradients)
         return loss
 

@@ -30,6 +30,6 @@ if TYPE_CHECKING:
     from zeroshard.models.presets import model_config as model_config
     from zeroshard.models.presets import nearest_preset as nearest_preset
     from zeroshard.models.recompute import offload_inputs as offload_inputs
-    from zeroshard.models.sequence_parallel import SequenceParallel as SequenceParallel
+    from zeroshard.models.ulysses import SequenceParallel as SequenceParallel
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

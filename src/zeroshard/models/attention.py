@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zeroshard.models.document_masks import BLOCK, DocumentBlocks, Mask
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel
 
 _FIRST_WITH_FLASH = (8, 0)  # compute capability: Ampere
 _WIDEST_FLASH = 192  # for wider heads, flash attention has a backward pass on some devices only

@@ -29,7 +29,7 @@ from zeroshard.models.compared_rows import ComparedRows
 from zeroshard.models.config import ModelConfig
 from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.recompute import recomputed_blocks
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel, cannot_share
 
 IGNORED_TARGET = -100  # a target that adds nothing to the loss, as in torch's cross_entropy
 
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module, ABC):
         """
         if self.balances_experts:
             what = f"the loss of a {type(self).__name__} balances experts over all tokens of a batch"
-            raise UserError("sequence_parallel", what, "set output_router_logits to false in its config.json")
+            raise cannot_share(what, "set output_router_logits to false in its config.json")
         self.attach_sequence(sequence)
         self.sequence = sequence
         is_known = type(self).__module__.startswith("zeroshard.") or "shares_sequences" in vars(type(self))
@@ -176,7 +176,7 @@ class LanguageModel(nn.Module, ABC):
             UserError: as `share_sequences`.
         """
         what = f"{type(self).__name__} does not say how its attention sees sequences that ranks share"
-        raise UserError("sequence_parallel", what, "give it a method attach_sequence(sequence), or leave it out")
+        raise cannot_share(what, "give it a method attach_sequence(sequence), or leave it out")
 
     def compare_rows(self, sequence: SequenceParallel) -> None:
         """Have ranks compare rows that are longer than before with one rank: `zeroshard.models.compared_rows`."""

@@ -23,7 +23,7 @@ from zeroshard.comm.agree import largest
 from zeroshard.host.errors import UserError
 from zeroshard.host.torch_internals import runs_eagerly
 from zeroshard.models.sequence_comparison import Run, can_compare, require_same
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel
 
 
 class ComparedRows:

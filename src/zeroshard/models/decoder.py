@@ -32,7 +32,7 @@ from zeroshard.models.config import ModelConfig, check_divides, check_most, chec
 from zeroshard.models.document_masks import Mask, mask_of, positions
 from zeroshard.models.head import Head, head_loss, with_embedding_and_head
 from zeroshard.models.recompute import recompute_blocks, recomputed_blocks
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel
 
 INIT_STD = 0.02
 

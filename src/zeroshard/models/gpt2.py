@@ -27,8 +27,8 @@ from zeroshard.models.cache import LayerCache
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.document_masks import Mask
 from zeroshard.models.head import Head
-from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
+from zeroshard.models.ulysses import SequenceParallel
 
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # with torch's name of the approximation
 LAYER_NORM_EPS = 1e-5

@@ -28,8 +28,8 @@ from zeroshard.models.config import check_divides, check_most
 from zeroshard.models.decoder import Decoder, check_sizes
 from zeroshard.models.document_masks import Mask
 from zeroshard.models.head import Head
-from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import Tiler
+from zeroshard.models.ulysses import SequenceParallel
 
 FFN_MULTIPLE = 256
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,7 @@ from zeroshard.comm.agree import by_rank
 from zeroshard.data.base import part_of
 from zeroshard.host.errors import UserError, is_out_of_memory
 from zeroshard.host.uncompiled import eagerly
-
-if TYPE_CHECKING:
-    from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel, cannot_share
 
 LONGEST_ROW = 32_768
 """Tokens of the longest row that each rank computes whole; of a longer one, as many, with positions up to its end."""
@@ -50,8 +48,6 @@ _NAMES = ("queries", "keys", "values", "outputs")
 _VALUES = _NAMES.index("values")
 _TIMES_VALUES = 4
 _MILLION = 10**6  # ranks tell each other differences in millionths
-
-TODO = "leave it out, or take another model"
 
 
 class _Rounding(NamedTuple):
@@ -100,7 +96,7 @@ def require_same(
             wrong = _first_difference(sequence, rows, _NARROW if is_narrow else _FP32)
             if wrong is not None:
                 what = f"the ranks of a sequence compute other {wrong} than one rank, in a row of {length:,} tokens"
-                raise UserError("sequence_parallel", f"{what} of a {type(model).__name__}", TODO)
+                raise cannot_share(f"{what} of a {type(model).__name__}")
     sequence.num_compared += 1
 
 
@@ -207,4 +203,4 @@ def _said_of_parts(model: nn.Module) -> Generator[None]:
             raise
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         what = f"a {type(model).__name__} computes whole rows alone ({first})"
-        raise UserError("sequence_parallel", what, TODO) from error
+        raise cannot_share(what) from error

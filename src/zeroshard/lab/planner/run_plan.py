@@ -25,7 +25,7 @@ from zeroshard.lab.predict.timeline import Timing, simulate
 from zeroshard.lab.predict.traffic import collectives, flows_of
 from zeroshard.models import LanguageModel
 from zeroshard.models.inputs_on_host import CATEGORY
-from zeroshard.models.sequence_parallel import LABEL
+from zeroshard.models.ulysses import LABEL
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD

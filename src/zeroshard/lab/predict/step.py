@@ -44,7 +44,7 @@ from zeroshard.lab.predict.memory import (
 )
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
 from zeroshard.lab.predict.work import Work, dtype_name
-from zeroshard.models.sequence_parallel import LABEL
+from zeroshard.models.ulysses import LABEL
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.state_formats.operands import most_at_once
 

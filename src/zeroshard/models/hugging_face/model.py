@@ -36,8 +36,8 @@ from zeroshard.models.hugging_face.shared_sequences import share
 from zeroshard.models.hugging_face.weights import FileWeights
 from zeroshard.models.quiet_import import quiet_import
 from zeroshard.models.recompute import recompute_blocks
-from zeroshard.models.sequence_parallel import SequenceParallel
 from zeroshard.models.tiles import tile_mlps
+from zeroshard.models.ulysses import SequenceParallel
 
 INNER = "hf."  # prefix of `transformers`' parameter names
 # Model types whose logits are the head's product and nothing else, which `tests/train/test_hugging_face.py` checks.

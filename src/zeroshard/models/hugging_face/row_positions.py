@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from zeroshard.data.base import part_of
 from zeroshard.host.errors import UserError
 from zeroshard.host.torch_internals import own_buffers
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel, cannot_share
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _without_last(rotary: nn.Module, found: Tensor, num_positions: int) -> Tenso
     """Factors [..., t + 1, D] of ``num_positions``, t + 1, without the last one's."""
     if found.shape[-2] != num_positions:
         what = f"a {type(rotary).__name__} returns {list(found.shape)} for {num_positions} positions"
-        raise UserError("sequence_parallel", what, "leave it out, or take another model")
+        raise cannot_share(what)
     return found.narrow(-2, 0, num_positions - 1).contiguous()
 
 

@@ -32,7 +32,7 @@ from zeroshard.models.hugging_face.row_positions import (
     takes,
 )
 from zeroshard.models.quiet_import import quiet_import
-from zeroshard.models.sequence_parallel import SequenceParallel
+from zeroshard.models.ulysses import SequenceParallel, cannot_share
 
 KERNELS = ("sdpa", "eager")  # of `transformers`, which see no ranks
 PREFIX = "zeroshard_"
@@ -138,7 +138,7 @@ def _require_attention(model: Any, how: str) -> None:
     why = ""
     if getattr(model.config, "output_router_logits", False):
         what = f"the loss of a {kind} balances experts over all tokens of a batch"
-        raise UserError("sequence_parallel", what, "set output_router_logits to false in its config.json")
+        raise cannot_share(what, "set output_router_logits to false in its config.json")
     if others:
         why = f"a {kind} has layers of {', '.join(map(shown, others))}, which see other tokens too"
     elif not type(model)._supports_attention_backend or not hasattr(modelling, "create_causal_mask"):
@@ -146,7 +146,7 @@ def _require_attention(model: Any, how: str) -> None:
     elif "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         why = f"a {kind} takes no positions"
     if why:
-        raise UserError("sequence_parallel", why, "leave it out, or take another model")
+        raise cannot_share(why)
 
 
 def _require_shifted(hf: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def _begun(module: Any, given: dict[str, Any]) -> dict[str, Any]:
     if not sequence.is_paused:
         if any(given.get(each) is not None for each in ("past_key_values", "cache")) or given.get("use_cache"):
             what = "a rank's part of a sequence has no cache"
-            raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
+            raise cannot_share(what, "generate inside of `with sequence.paused()`")
         ids = given.get("input_ids")
         module._compared_rows.before(given["inputs_embeds"] if ids is None else ids)
         if not has_positions:
@@ -236,7 +236,7 @@ def _paused_alone(generate: Callable[..., Any]) -> Callable[..., Any]:
         sequence: SequenceParallel | None = getattr(model, "_shared_sequence", None)
         if sequence is not None and not sequence.is_paused:
             what = "generate() takes a prompt, and forward a rank's part of a sequence"
-            raise UserError("sequence_parallel", what, "generate inside of `with sequence.paused()`")
+            raise cannot_share(what, "generate inside of `with sequence.paused()`")
         return generate(model, *args, **named)
 
     return refusing
@@ -287,7 +287,7 @@ def _attention(
     others = [name for name, each in named.items() if isinstance(each, Tensor) and name not in _SAFE]
     if others:
         what = f"the attention of a {type(module).__name__} computes with {', '.join(others)} of all heads"
-        raise UserError("sequence_parallel", what, "leave it out, or take another model")
+        raise cannot_share(what)
     copies = sequence.copies(key.shape[1])
     grouped = module if copies == 1 else _Grouped(module, module.num_key_value_groups // copies)
 

@@ -23,7 +23,7 @@ import torch
 from zeroshard.comm import CONTROL, CommRecord
 from zeroshard.comm.links import Links
 from zeroshard.models import LanguageModel
-from zeroshard.models.sequence_parallel import LABEL as EXCHANGED
+from zeroshard.models.ulysses import LABEL as EXCHANGED
 from zeroshard.settings.engine import EngineSettings
 from zeroshard.train.records.records import in_memory, is_on_disk
 from zeroshard.zero import ShardingStrategy

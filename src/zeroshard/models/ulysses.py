@@ -36,10 +36,16 @@ from torch.autograd.function import once_differentiable
 from zeroshard.comm import CONTROL, Communicator, all_to_all, labelled, split
 from zeroshard.comm.agree import by_rank, digest_of
 from zeroshard.data.base import part_of
+from zeroshard.host.errors import UserError
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.settings import rules
 
 LABEL = "attention/sequence"  # of the all-to-alls, in records and plans
+
+
+def cannot_share(what: str, todo: str = "leave it out, or take another model") -> UserError:
+    """The error for a model, or a use of it, whose sequences ranks cannot share."""
+    return UserError("sequence_parallel", what, todo)
 
 
 class SequenceParallel:
