@@ -26,7 +26,7 @@ from zeroshard.kernels import Choice, cross_entropy, linear_cross_entropy
 from zeroshard.models.adapters import Lora, base_name, is_adapter, starts_at_zero
 from zeroshard.models.cache import KVCache
 from zeroshard.models.compared_rows import ComparedRows
-from zeroshard.models.config import ModelConfig
+from zeroshard.models.config import ModelConfig, inputs_wait_on_host
 from zeroshard.models.inputs_on_host import planned_slot_bytes
 from zeroshard.models.recompute import recomputed_blocks
 from zeroshard.models.ulysses import SequenceParallel, cannot_share
@@ -316,7 +316,7 @@ class LanguageModel(nn.Module, ABC):
 
         ``num_tokens``: of a rank's micro-batch; ``itemsize``: of an element as it is computed.
         """
-        if self.recomputation != "offload":
+        if not inputs_wait_on_host(self.recomputation):
             return 0
         return planned_slot_bytes(len(self.blocks), num_tokens * self.config.n_embd * itemsize)
 

@@ -82,6 +82,18 @@ def check_divides(config: ModelConfig, divisor: str, dividend: str) -> None:
         raise UserError(f"model.{divisor}", f"{part} does not divide {dividend} {whole}", todo)
 
 
+def check_recomputation(how: str) -> None:
+    """Raise UserError unless ``how`` is none, full, offload, selective, selective:2, or every:N with N from 1."""
+    if not re.fullmatch(r"none|full|offload|selective(:2)?|every:[1-9]\d*", how):
+        todo = "choose none, full, offload, selective, selective:2, or every:N for every N-th block"
+        raise UserError("model.activation_checkpointing", f"{how!r} is not a choice", todo)
+
+
+def inputs_wait_on_host(recomputation: str) -> bool:
+    """Whether inputs of recomputed blocks wait on the host for backward."""
+    return recomputation == "offload"
+
+
 def check_tiles(how: str, recomputation: str) -> None:
     """Raise UserError unless ``how`` is none, or auto or a number of tiles of blocks that are recomputed."""
     if how == "none":

@@ -47,8 +47,8 @@ class GPT2Config:
         bias: whether matrices and layer norms have biases.
         dropout: probability in [0, 1) on embeddings, attention weights and residual branches. GPT-2 used 0.1;
             use 0 for a model that sees each token about once.
-        activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``offload``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+        activation_checkpointing: which blocks recompute activations in backward instead of keeping them, by a word of
+            the table in `zeroshard.models.recompute`.
         tiles: into how many tiles of tokens a recomputed block's feed-forward layer is cut: ``none``, ``auto`` or a
             number as text; see `zeroshard.models.tiles`.
         activation: between the two matrices of a feed-forward layer: ``gelu_tanh``, the approximation that GPT-2 has,

@@ -49,8 +49,8 @@ class LlamaConfig:
         ffn_hidden: width of the feed-forward layer; 0: the width is computed, see :attr:`ffn_width`.
         rope_theta: base of the rotary wavelengths: 10,000 in LLaMA 1 and 2, 500,000 in Llama 3.
         norm_eps: added to the mean square inside RMSNorm.
-        activation_checkpointing: which blocks recompute activations in backward instead of keeping them: ``none``,
-            ``full``, ``offload``, ``selective``, ``selective:2`` or ``every:N``; see `zeroshard.models.recompute`.
+        activation_checkpointing: which blocks recompute activations in backward instead of keeping them, by a word of
+            the table in `zeroshard.models.recompute`.
         tiles: into how many tiles of tokens a recomputed block's feed-forward layer is cut: ``none``, ``auto`` or a
             number as text; see `zeroshard.models.tiles`.
         tie_embeddings: whether token embedding and output head share one matrix.

@@ -23,7 +23,6 @@ run once and are not recomputed, and `torch.compile` may read it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeGuard
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zeroshard.host.errors import UserError
+from zeroshard.models.config import check_recomputation, inputs_wait_on_host
 from zeroshard.models.inputs_on_host import OnHost
 
 _aten: Any = torch.ops.aten
@@ -58,20 +57,11 @@ def recomputed_blocks(how: str, num_blocks: int) -> list[int]:
     """Return the indices of the blocks that run forward again in backward.
 
     Raises:
-        UserError: ``how`` is not none, full, offload, selective, selective:2, or every:N with N from 1.
+        UserError: as `check_recomputation`.
     """
-    if how == "none":
-        return []
-    if how in ("full", "offload", "selective", "selective:2"):
-        return list(range(num_blocks))
-    match = re.fullmatch(r"every:([1-9]\d*)", how)
-    if match is None:
-        raise UserError(
-            "model.activation_checkpointing",
-            f"{how!r} is not a choice",
-            "choose none, full, offload, selective, selective:2, or every:N for every N-th block",
-        )
-    return list(range(0, num_blocks, int(match[1])))
+    check_recomputation(how)
+    kind, _, number = how.partition(":")
+    return [] if kind == "none" else list(range(0, num_blocks, int(number) if kind == "every" else 1))
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> None:
@@ -91,7 +81,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], how: str, *, random: bool) -> 
         # A partial rather than a closure: deepcopy copies the block that it is bound to as well.
         kept = {"selective": _every_product, "selective:2": _every_second_product}.get(how)
         block.forward = partial(_run, block.forward, kept, random)
-        if how == "offload":
+        if inputs_wait_on_host(how):
             block.forward = OnHost(block.forward)
 
 

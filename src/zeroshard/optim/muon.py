@@ -15,7 +15,7 @@ update rules, while schedule, loss scaler and checkpoint expect one optimizer. B
     GPT-2 124M has 48 matrices in blocks, of four shapes. A GPU runs one product of 12 matrices faster than 12 products,
     and the host queues a twelfth of the kernels. On a CPU a batch has the bits of its matrices one by one (but for
     matrices of some dozen elements). cuBLAS may choose another kernel for another number of matrices; where torch's
-    deterministic algorithms are asked for (``--reproducible``), matrices are multiplied one by one. A batch has at
+    deterministic algorithms are asked for, matrices are multiplied one by one. A batch has at
     most `BATCH_NUMEL` elements, so that a large model's step needs little memory beside its states.
 """
 

@@ -26,7 +26,7 @@ class StrategyEntry:
         factory: a class or function that takes a `Setup` and returns a `Strategy`, or its ``module:name``.
         stage: the ZeRO stage that needs as much memory, for predictions.
         planned: whether it is a stage of our engine. Then its memory and traffic are predicted to the byte, and the
-            engine's own settings (``shard_size``, for example) apply.
+            engine's own settings apply.
         over_torch: whether it communicates through torch.distributed's default group, also if it is given a
             communicator over something else.
         needs_group: whether it needs that group even in a world of one rank. (DDP does not: it uses the plain module.)

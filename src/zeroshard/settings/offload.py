@@ -69,7 +69,7 @@ class OffloadConfig(Config):
     def places(self, *, shards_weights: bool, exact_sums: bool = False) -> dict[str, Any]:
         """The place of each kind of state, as `zeroshard.zero.Offload` takes it: ``device``, ``host`` or ``disk``.
 
-        ``exact_sums``: whether sums of gradients are exact (``reproducible``), and stay where they are added up.
+        ``exact_sums``: whether sums of gradients are exact, and stay where they are added up.
         """
         if not self.on:
             return dict.fromkeys(("optimizer", "master", "grads", "weights"), "device")

@@ -37,7 +37,7 @@ class MixedPrecision(Precision):
             Each rank sends its shard of the fp32 master weights in it, and every rank computes with the decoded values,
             in ``param_dtype``. None: ``param_dtype``. Stages 1, 2 and 3.
         reduce: wire format of gradients, as for ``gather``; they are summed in fp32 and accumulate in ``reduce_dtype``.
-            With a ``shard_size`` only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
+            With several replicas only sums between replicas use it. None: ``reduce_dtype``. Stages 1, 2 and 3.
         block: elements that share a scale in a block format.
         node_size: number of ranks of a node, all neighbours. Ranks then sum gradients inside each node in
             ``reduce_dtype``, and send only these sums between nodes, in ``reduce``: see

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
+from zeroshard.models.config import check_recomputation
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import PRESETS
 from zeroshard.settings.base import SHORTHANDS, Config, Free
@@ -72,12 +72,7 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _recomputation_is_known(self) -> Self:
-        if not re.fullmatch(r"none|full|offload|selective(:2)?|every:[1-9]\d*", self.activation_checkpointing):
-            raise UserError(
-                "model.activation_checkpointing",
-                f"{self.activation_checkpointing!r} is not a choice",
-                "choose none, full, offload, selective, selective:2, or every:N for every N-th block",
-            )
+        check_recomputation(self.activation_checkpointing)
         return self
 
     @model_validator(mode="after")

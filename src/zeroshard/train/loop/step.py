@@ -31,6 +31,7 @@ from torch import Tensor
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.data.base import as_arguments
 from zeroshard.host.errors import ExitStatus
+from zeroshard.models.config import inputs_wait_on_host
 from zeroshard.models.inputs_on_host import CATEGORY, slot_bytes
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import agreed_stop, as_numbers
@@ -69,7 +70,7 @@ def take_step(run: Run, step: int, stop_wanted: Callable[[], int]) -> tuple[Step
     memory_bytes = strategy.memory_bytes()  # here weights, gradients and optimizer states all exist
     settings: Any = getattr(strategy.model, "config", None)
     # Slots belong to the process: those of another model that is still here are no part of this run.
-    if getattr(settings, "activation_checkpointing", "none") == "offload":
+    if inputs_wait_on_host(getattr(settings, "activation_checkpointing", "none")):
         memory_bytes = {**memory_bytes, CATEGORY: slot_bytes()}
     strategy.optimizer.zero_grad()
     taken = verdict == "taken"

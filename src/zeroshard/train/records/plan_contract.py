@@ -54,7 +54,7 @@ class Job(EngineSettings):
     wire: Mapping[str, Any] = field(default_factory=dict)  # arguments of `zeroshard.zero.MixedPrecision`
     sequence_parallel: int = 1  # ranks that share each sequence; ``seq_len`` is that of the whole one
     optimizer: str = "AdamW"  # a key of `zeroshard.lab.predict.memory.OPTIMIZER_STATES`
-    free_bytes: int | None = None  # for which a fraction of `offload` that is ``auto`` is chosen; None: it is all
+    free_bytes: int | None = None  # for which a fraction that is ``auto`` is chosen; None: it is all
     ranks_per_node: int = 1  # which share the host
     backend: str = ""  # the run's communicator, as `zeroshard.comm.registry` names it; empty: a user's own
 

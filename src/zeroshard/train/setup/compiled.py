@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard.host.errors import UserError, shortened
+from zeroshard.models.config import inputs_wait_on_host
 from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.train.config.config import CompileBackend, TrainConfig
 
@@ -87,7 +88,7 @@ def why_off(config: TrainConfig, device: torch.device) -> str:
 def in_one_graph(config: TrainConfig, world_size: int) -> bool:
     """Whether nothing ends the graph of a compiled model: no collective, and nothing that comes from the host."""
     alone = world_size == 1 and not (config.offload.on or config.reproducible)
-    return alone and config.strategy != "fsdp2" and config.model.activation_checkpointing != "offload"
+    return alone and config.strategy != "fsdp2" and not inputs_wait_on_host(config.model.activation_checkpointing)
 
 
 def compiled_in_words(config: TrainConfig, device: torch.device, world_size: int, num_blocks: int) -> str:

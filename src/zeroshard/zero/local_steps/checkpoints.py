@@ -15,7 +15,7 @@ ordinary names, as an engine without local steps saves them; all others have nam
     no local steps, another strategy             the global weights, with the first one's inner states
     replicas, from a checkpoint that has none    the saved weights are global; no momentum; inner states for each
 
-Stage and ``shard_size`` may change in each case, because everything is saved as intervals of tensors.
+Stage and size of replicas may change in each case, because everything is saved as intervals of tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`OuterSteps`: the outer steps of an engine whose replicas take local steps.
 
-Inside a replica the engine works as in a world of ``shard_size`` ranks, at any stage: gradients, norms and control
+Inside a replica the engine works as in a world of its ranks, at any stage: gradients, norms and control
 collectives stay inside. All communication between replicas is here: of initial weights, differences, and statistics of
 modules. See `zeroshard.zero.local_steps.settings`.
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """How the groups of ``shard_size`` ranks, the replicas, take local and outer steps.
+    """How the replicas, groups of ranks that shard state among themselves, take local and outer steps.
 
     Attributes:
         every: steps from one outer step of a unit to the next, 1 or more.

@@ -22,7 +22,7 @@ Lists = list[list[nn.Parameter]]  # pieces, for each param group
 
 
 class LaterUpdates(Protocol):
-    """Updates the pieces of some groups after ``step()`` has returned: `zeroshard.zero.offload.placement` does."""
+    """Updates the pieces of some groups after ``step()`` has returned: what places them on the host does."""
 
     def takes(self, group: FlatGroup) -> bool:
         """Whether it updates the pieces of this group."""

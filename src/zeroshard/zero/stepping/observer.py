@@ -3,7 +3,7 @@
 The engine has one list of observers. It tells each of them of the events below, in the order in which they were
 attached, and asks them for what they keep. These are the members: averages of weights
 (`zeroshard.zero.ema.observer`), replicas that take local steps (`zeroshard.zero.local_steps.observer`), and
-the rule of steps that have the same bits on any number of ranks (`zeroshard.zero.stepping.reproducible`).
+the rule of steps that have the same bits on any number of ranks, a file beside this one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sums of gradients that have the same bits on any number of ranks.
 
 A floating-point sum depends on the order of its terms, and the order changes with the number of ranks: one rank adds up
-the gradients of its micro-batches, several ranks reduce theirs. With `Zero(reproducible=)` no sum is rounded until all
+the gradients of its micro-batches, several ranks reduce theirs. With steps of the same bits no sum is rounded until all
 terms are added up. So the result depends neither on the order nor on which rank computed which micro-batch::
 
     local       [W * n]   this rank's gradient of one micro-batch, in ``reduce_dtype``
@@ -9,7 +9,7 @@ terms are added up. So the result depends neither on the order nor on which rank
     total       [n] x 2   sum and compensation (the rounding errors of all additions), in float64
 
 The total is rounded once: `zeroshard.zero.transport.exact_sum`. Shards are laid out, cut into pieces and added up for
-the norm as on ``reproducible`` ranks (`FlatLayout.parts`), whatever the number of ranks is.
+the norm as on the most ranks (`FlatLayout.parts`), whatever the number of ranks is.
 
 Ranks exchange each micro-batch, as at stage 2. If they first added up their own, they would have to send two float64.
 """
