@@ -127,7 +127,7 @@ def _settings(
     """A table of the fields of ``kind``; ``prefix``: the table of the file in which they stand, with its dot."""
     heads = ("flag", "key", "takes", "default", "meaning") if in_file else ("flag", "takes", "default", "meaning")
     rows = []
-    flags = flags_of(kind, {})
+    flags = flags_of(kind)
     for dotted, field in fields_by_name(kind).items():
         if dotted.partition(".")[0] in skip:
             continue

@@ -12,7 +12,6 @@ import yaml
 from pages import ROOT
 from zeroshard.cli import VERBS
 from zeroshard.cli.flags import flags_of, read_flags
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
 
@@ -23,7 +22,7 @@ def _config(words):
     """Of the words after `zeroshard`, or the error that they would give."""
     assert words[0] == "train"
     assert VERBS["train"].config is TrainConfig
-    return validate(TrainConfig, merge({}, read_flags(words[1:], flags_of(TrainConfig, SHORTHANDS))))
+    return validate(TrainConfig, merge({}, read_flags(words[1:], flags_of(TrainConfig))))
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of
 from zeroshard.host.errors import ExitStatus
 from zeroshard.host.launch.ending import Ending
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import fields_by_name
 
 HUGE = ("9223372036854775808", "9" * 400, "9" * 5000)
@@ -48,7 +47,7 @@ def _values(annotation: Any) -> tuple[str, ...]:
 def _settings(verb: str) -> Any:
     """A list of flags of a verb, with their values."""
     config, choices = VERBS[verb].config, []
-    for name, flag in flags_of(config, SHORTHANDS, VERBS[verb].positionals).items():
+    for name, flag in flags_of(config, VERBS[verb].positionals).items():
         if flag.kind == "switch":
             choices.append(st.sampled_from([[name], [f"{name}=2"]]))
             continue

@@ -167,7 +167,7 @@ def test_help_names_every_flag_that_is_taken_and_no_other_the_common_ones_first(
     assert said[: len(said) // 2] == said[len(said) // 2 :]
     kind = VERBS[verb].config
     assert kind is not None
-    flags = flags_of(kind, SHORTHANDS, VERBS[verb].positionals)
+    flags = flags_of(kind, VERBS[verb].positionals)
     lines = re.findall(r"^  (--[a-z].*)", said[: len(said) // 2], re.MULTILINE)
     named = [flag for line in lines for flag in re.findall(r"--[a-z][a-z0-9.-]*", line)]
     assert set(named) == set(flags) - {f"--{table}.{key}" for table, key in SHORTHANDS.items()}
@@ -193,7 +193,7 @@ def test_short_help_names_the_common_flags_alone_and_how_to_see_all(verb, capsys
     said = capsys.readouterr().out
     kind = VERBS[verb].config
     assert kind is not None
-    flags = flags_of(kind, SHORTHANDS, VERBS[verb].positionals)
+    flags = flags_of(kind, VERBS[verb].positionals)
     named = re.findall(r"^  (--[a-z][a-z0-9.-]*)", said, re.MULTILINE)
     assert [".".join(flags[name].path) for name in named] == [*chain(*VERBS[verb].common.values())]
     assert len(named) <= 25
@@ -546,7 +546,7 @@ def test_plan_where_nothing_fits_ends_with_status_3_and_the_nearest_change_and_n
 
 
 def test_a_flag_that_is_called_otherwise_elsewhere_is_named():
-    flags, settings = flags_of(TrainConfig, SHORTHANDS), fields_by_name(TrainConfig)
+    flags, settings = flags_of(TrainConfig), fields_by_name(TrainConfig)
     assert not set(NAMES_OF_OTHERS) & set(settings)
     for theirs, ours in NAMES_OF_OTHERS.items():
         flag, known = (f"--{name}".replace("_", "-") for name in (theirs, ours))

@@ -8,7 +8,6 @@ import pytest
 from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of
 from zeroshard.cli.verbs.completion import SHELLS
-from zeroshard.settings.base import SHORTHANDS
 
 
 @pytest.fixture
@@ -62,5 +61,5 @@ def test_every_flag_is_known_to_every_shell(written):
     for shell in SHELLS:
         text = written(shell).read_text()
         for verb in VERBS.values():
-            for flag in flags_of(verb.config, SHORTHANDS, verb.positionals) if verb.config else ():
+            for flag in flags_of(verb.config, verb.positionals) if verb.config else ():
                 assert (f"-l {flag[2:]} " if shell == "fish" else flag) in text

@@ -18,7 +18,6 @@ from zeroshard.cli.flags import flags_of, read_flags, take_option
 from zeroshard.host.errors import UserError
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import merge
 from zeroshard.train.config.toml import read_toml
@@ -131,7 +130,7 @@ def _parse(words):
     raw = read_toml(str(ROOT / path)) if path and (ROOT / path).exists() else {}
     if "--help" in rest:
         return
-    given = read_flags(rest, flags_of(verb.config, SHORTHANDS, verb.positionals), verb.positionals)
+    given = read_flags(rest, flags_of(verb.config, verb.positionals), verb.positionals)
     validate(verb.config, merge(raw, given))
 
 
@@ -142,9 +141,9 @@ def test_commands_and_flags_in_the_text_are_there(page):
         return
     known = KNOWN | FLAGS_OF_OTHERS | FLAGS_OF_WORDS
     for kind in (*BENCHES.values(), SweepConfig):
-        known |= set(flags_of(kind, {}))
+        known |= set(flags_of(kind))
     for verb in VERBS.values():
-        known |= set(flags_of(verb.config, SHORTHANDS, verb.positionals)) if verb.config else set()
+        known |= set(flags_of(verb.config, verb.positionals)) if verb.config else set()
     spans = [span for paragraph in re.split(r"\n\s*\n", text) for span in re.findall(r"`([^`]+)`", paragraph)]
     for code in spans:
         if code.startswith("zeroshard "):

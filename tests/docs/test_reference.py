@@ -10,7 +10,6 @@ from zeroshard.cli import VERBS
 from zeroshard.cli.flags import flags_of
 from zeroshard.lab.bench.settings import BENCHES
 from zeroshard.lab.sweep.cases import SweepConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import fields_by_name
 from zeroshard.train.config.config import TrainConfig
 
@@ -35,7 +34,7 @@ def test_a_page_has_each_flag_and_each_key_of_a_run(made):
         table, dot, key = dotted.rpartition(".")
         section = made["train.md"].partition(f"## `[{table}]`" if dot else "## Keys outside")[2].partition("\n## ")[0]
         assert f"| `{key}` |" in section, dotted
-    for flag in flags_of(TrainConfig, SHORTHANDS):
+    for flag in flags_of(TrainConfig):
         assert re.search(rf"`{re.escape(flag)}[` ]", made["train.md"]), flag
 
 
@@ -43,11 +42,11 @@ def test_a_page_has_each_flag_and_each_key_of_a_run(made):
 def test_the_section_of_a_command_has_each_of_its_flags(made, name):
     verb = VERBS[name]
     flags = {word for word in verb.words if word.startswith("--")} | set(re.findall(r"--[a-z-]+", verb.usage))
-    flags |= set(flags_of(verb.config, {}, verb.positionals)) if verb.config else set()
+    flags |= set(flags_of(verb.config, verb.positionals)) if verb.config else set()
     if name == "bench":
-        flags |= {flag for kind in BENCHES.values() for flag in flags_of(kind, {})} | {"--json"}
+        flags |= {flag for kind in BENCHES.values() for flag in flags_of(kind)} | {"--json"}
     if name == "sweep":
-        flags |= set(flags_of(SweepConfig, {})) - {"--base", "--axes"}
+        flags |= set(flags_of(SweepConfig)) - {"--base", "--axes"}
     section = made["commands.md"].partition(f"\n## zeroshard {name}\n")[2].partition("\n## ")[0]
     for flag in flags:
         assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", section), flag

@@ -7,7 +7,6 @@ from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.columns import wrapped
 from zeroshard.lab.planner.command import answer_plan
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 
@@ -15,7 +14,7 @@ SMALL = "--model llama-tiny --seq-len 128 --stage 2 --micro-batch 2"
 
 
 def _plan(words):
-    return answer_plan(validate(PlanConfig, read_flags(shlex.split(words), flags_of(PlanConfig, SHORTHANDS)))).text
+    return answer_plan(validate(PlanConfig, read_flags(shlex.split(words), flags_of(PlanConfig)))).text
 
 
 def _command(words):
@@ -28,7 +27,7 @@ def test_the_command_trains_what_was_planned():
     assert command.startswith(
         "zeroshard train --model llama-tiny --lora 8 --lora.targets q_proj v_proj --init-from RUN "
     )
-    run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig, SHORTHANDS)))
+    run = validate(TrainConfig, read_flags(shlex.split(command)[2:], flags_of(TrainConfig)))
     assert (run.model.name, run.lora.rank, run.strategy, run.nproc, run.nnodes) == ("llama-tiny", 8, "zero2", 8, "2")
     assert (run.shard_size, run.micro_batch_size, run.grad_accum_steps, run.dtype) == (8, 2, 2, "bfloat16")
     assert (run.seq_len, run.reduce_dtype, run.compile) == (128, "bfloat16", "on")
@@ -79,7 +78,7 @@ def test_a_last_node_that_is_not_full_is_said_to_be_slow():
 
 
 def test_a_narrow_terminal_has_fewer_columns_and_broken_sentences():
-    config = validate(PlanConfig, read_flags(f"{SMALL} --gpus 16".split(), flags_of(PlanConfig, SHORTHANDS)))
+    config = validate(PlanConfig, read_flags(f"{SMALL} --gpus 16".split(), flags_of(PlanConfig)))
     wide, narrow = answer_plan(config).text, answer_plan(config, 80).text
     assert "headroom" in wide
     assert "headroom" not in narrow

@@ -13,7 +13,6 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.price import dollars, duration
 from zeroshard.lab.planner.request import Request
 from zeroshard.lab.predict.hardware import find_device, find_link
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 
 SMALL = {"n_layer": 4, "n_head": 8, "n_kv_head": 4, "n_embd": 256, "vocab_size": 1024, "seq_len": 128}
@@ -22,7 +21,7 @@ EIGHT = "--model llama-tiny --gpus 8 --stage 1 --micro-batch 1 --seq-len 128"
 
 
 def _answer(words):
-    return answer_plan(validate(PlanConfig, read_flags(words.split(), flags_of(PlanConfig, SHORTHANDS)))).text
+    return answer_plan(validate(PlanConfig, read_flags(words.split(), flags_of(PlanConfig)))).text
 
 
 def _json(words):

@@ -17,7 +17,6 @@ from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.show import notes
 from zeroshard.lab.predict.actions import Compute
 from zeroshard.models import build_model
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.setup import compiled
@@ -110,14 +109,14 @@ def test_a_plan_computes_as_its_run_does_by_default_and_says_so(flags, line, mon
     """The command that it prints, on a GPU with a compiler, compiles what was planned as compiled, and nothing else."""
     monkeypatch.setattr(compiled, "missing_compiler", lambda device: None)
     words = f"--model gpt2-demo --model.n-layer 2 --seq-len 128 --micro-batch 2 --stage 1 {flags}"
-    given = read_flags(shlex.split(words), flags_of(PlanConfig, SHORTHANDS))
+    given = read_flags(shlex.split(words), flags_of(PlanConfig))
     assert answer_plan(validate(PlanConfig, given)).text.splitlines()[2] == f"the model {line}"
     content = json.loads(answer_plan(validate(PlanConfig, {**given, "json": True})).text)
     assert (content["impl"] == "compile") == line.startswith("compiled")
     if content["command"] is None:
         assert "--autocast" in flags
         return
-    run = validate(TrainConfig, read_flags(shlex.split(content["command"])[2:], flags_of(TrainConfig, SHORTHANDS)))
+    run = validate(TrainConfig, read_flags(shlex.split(content["command"])[2:], flags_of(TrainConfig)))
     compiles = run.compile == "on" or (run.compile == "auto" and not why_off(run, torch.device("cuda")))
     assert compiles == (content["impl"] == "compile")
     assert (run.kernels == "reference") == (content["impl"] == "eager")

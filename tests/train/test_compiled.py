@@ -108,7 +108,7 @@ cuda without Triton | | off (auto: kernels for CUDA are written in Triton, which
 def test_what_is_compiled_is_said(row, monkeypatch):
     where, words, said = map(str.strip, row.split("|"))
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: where == "cuda")
-    raw = read_flags(words.split(), flags_of(TrainConfig, {}))
+    raw = read_flags(words.split(), flags_of(TrainConfig))
     device = torch.device(where.partition(" ")[0])
     config = with_compile(TrainConfig.model_validate(raw), device)
     assert config.compile in ("on", "off")

@@ -23,7 +23,6 @@ from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.finalizers import settle
 from zeroshard.lab.planner.run_plan import predict
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, write_calibration
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.setup import offloading
@@ -34,7 +33,7 @@ from zeroshard.zero.offload.placement import HostGroup
 
 
 def _config(words):
-    return validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig, SHORTHANDS))))
+    return validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig))))
 
 
 def test_flags_and_a_file_say_the_same():

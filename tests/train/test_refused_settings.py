@@ -5,7 +5,6 @@ import pytest
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig, merge
 
@@ -136,7 +135,7 @@ REFUSED = """
 def test_a_setting_that_cannot_be_is_refused_in_one_line(row):
     words, line = row.split(" | ")
     with pytest.raises(UserError) as said:
-        validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig, SHORTHANDS))))
+        validate(TrainConfig, merge({}, read_flags(words.split(), flags_of(TrainConfig))))
     assert str(said.value).startswith(line)
     assert said.value.todo
     assert "\n" not in str(said.value)
@@ -161,6 +160,6 @@ def test_a_plan_refuses_what_a_run_does_in_the_same_line(words):
     lines = []
     for kind in (TrainConfig, PlanConfig):
         with pytest.raises(UserError) as said:
-            validate(kind, merge({}, read_flags(words.split(), flags_of(kind, SHORTHANDS))))
+            validate(kind, merge({}, read_flags(words.split(), flags_of(kind))))
         lines.append(str(said.value))
     assert lines[0] == lines[1]

@@ -72,14 +72,12 @@ class _Pending:
     copy_on_write: CopyOnWrite = field(default_factory=CopyOnWrite)
     host_copies: HostCopies = field(default_factory=lambda: HostCopies(ByDevice()))
     completing: bool = False
-    done_bytes: int = 0
     num_done: int = 0  # finished units of work, of any size
     num_reported: int = 0  # `num_done` when this rank last told the others
     lock: Lock = field(default_factory=Lock)
 
-    def advance(self, num_bytes: int = 0) -> None:
+    def advance(self) -> None:
         with self.lock:
-            self.done_bytes += num_bytes
             self.num_done += 1
 
 
@@ -120,7 +118,6 @@ class BackgroundSaver:
         *,
         step: int,
         extra: Mapping[str, Any] | None = None,
-        progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None,
     ) -> Saved | None:
         """Begin to save ``source`` as `zeroshard.checkpoint.save` does; return as soon as its state may change again.
 
@@ -130,7 +127,6 @@ class BackgroundSaver:
 
         Args:
             path, source, step, extra: as for `zeroshard.checkpoint.save`.
-            progress: as for `wait`; called while an earlier save is waited for.
 
         Returns:
             The outcome of the earlier save if there was one to wait for, else None.
@@ -139,7 +135,7 @@ class BackgroundSaver:
             ValueError: JSON cannot represent ``extra``, or it, or the name of ``path``, has another ``step``.
         """
         began = perf_counter()
-        earlier = self.wait(progress)
+        earlier = self.wait()
         path, comm = Path(path), self._comm
         call_of_every_rank(comm, "BackgroundSaver.start")
         self._pending = pending = _Pending(Saved(path, step), api.facts_of(path, source, step, extra), began)
@@ -157,7 +153,7 @@ class BackgroundSaver:
         pending.work = self._pool.submit(self._write, pending, shards)
         pending.saved = replace(pending.saved, stall_s=perf_counter() - began)
         if not self._background:
-            saved = self.wait(progress)
+            saved = self.wait()
             self._unreported = None if saved is None else replace(saved, stall_s=saved.total_s)
         return earlier
 
@@ -203,16 +199,11 @@ class BackgroundSaver:
             api.give_up(pending.saved.path)
         return replace(pending.saved, total_s=perf_counter() - pending.began)
 
-    def wait(self, progress: Callable[[int, int], None] = lambda done_bytes, num_bytes: None) -> Saved | None:
-        """Wait for the save in progress and return its outcome; None if there is none to report. Collective.
-
-        Args:
-            progress: called with this rank's ``(done_bytes, num_bytes)`` several times a second.
-        """
+    def wait(self) -> Saved | None:
+        """Wait for the save in progress and return its outcome; None if there is none to report. Collective."""
         while self._pending is not None:
             if self._pending.work is not None:
                 wait([self._pending.work], _LOOK_S)
-            progress(*self.progress)
             saved = self.poll()
             if saved is not None:
                 return saved
@@ -222,14 +213,6 @@ class BackgroundSaver:
     def pending(self) -> bool:
         """Whether a save is in progress; the same on every rank."""
         return self._pending is not None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Bytes of the save in progress that this rank has written, and all that it must write; zeros if there is no
-        save.
-        """
-        pending = self._pending
-        return (0, 0) if pending is None else (pending.done_bytes, pending.saved.num_bytes)
 
     def close(self) -> None:
         """Let the writer thread finish its current work; a save that the ranks have not agreed on stays incomplete."""
@@ -265,7 +248,7 @@ class BackgroundSaver:
     def _write(self, pending: _Pending, shards: Sequence[NamedShard]) -> None:
         folder = store.temporary(pending.saved.path)
         pending.host_copies.wait()
-        api.write_rank(folder, self._comm, shards, pending.advance, pending.copy_on_write.reading)
+        api.write_rank(folder, self._comm, shards, lambda num_bytes: pending.advance(), pending.copy_on_write.reading)
 
     def _complete(self, pending: _Pending) -> None:
         self._require_folder()

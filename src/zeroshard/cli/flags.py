@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from zeroshard.host.errors import UserError
+from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import NAMES_OF_OTHERS, fields_by_name, nearest, no_text
 
 
@@ -31,12 +32,11 @@ class Flag:
     words: tuple[str, ...] = ()  # what may follow a switch, as its value
 
 
-def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: Sequence[str] = ()) -> dict[str, Flag]:
+def flags_of(config: type[BaseModel], positionals: Sequence[str] = ()) -> dict[str, Flag]:
     """All flags that `read_flags` accepts, by name with hyphens.
 
     Args:
         config: the class whose fields become flags.
-        shorthands: table -> the key in it that the bare table name stands for.
         positionals: fields that are given as positional arguments, and have no flag.
     """
     flags: dict[str, Flag] = {}
@@ -51,7 +51,7 @@ def flags_of(config: type[BaseModel], shorthands: dict[str, str], positionals: S
             flags[f"--{table}{dot}no-{leaf}"] = Flag(path, "switch", switch_value=False)
         else:
             flags[f"--{name}"] = Flag(path, "many" if get_origin(field.annotation) is tuple else "one")
-    for table, key in shorthands.items():
+    for table, key in SHORTHANDS.items():
         if (named := f"--{table}.{key.replace('_', '-')}") in flags:
             flags[f"--{table}"] = flags[named]
     return flags

@@ -21,7 +21,6 @@ from zeroshard.cli.verbs.training import (
 )
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.train.config.command_settings import (
     EvalConfig,
     ExportConfig,
@@ -51,7 +50,7 @@ def complete(verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
     if len(words) != 1:
         what = f"{len(words)} are given where 1 is wanted" if words else "is missing"
         raise UserError("shell", what, "write `zeroshard completion bash`, zsh or fish")
-    print(completion.script(words[0], verbs, SHORTHANDS))
+    print(completion.script(words[0], verbs))
     return ExitStatus.OK
 
 

@@ -14,7 +14,6 @@ from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.host.columns import printable
 from zeroshard.host.errors import UserError, shortened
 from zeroshard.host.masked_addresses import masked
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import by_dotted_name, validate
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.named_code import require_asked
@@ -77,7 +76,7 @@ def checked_settings(
     Raises:
         UserError: a flag or setting is wrong, or the file names code that no flag asks for.
     """
-    given = read_flags(words, flags_of(kind, SHORTHANDS, positionals), positionals)
+    given = read_flags(words, flags_of(kind, positionals), positionals)
     config = validate(kind, merge(raw, given))
     if path:
         require_asked(config, by_dotted_name(given), path)

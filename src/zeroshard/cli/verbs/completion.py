@@ -27,12 +27,11 @@ _ZSH_SOURCED = "[[ $zsh_eval_context[-1] == file ]] && { compdef _shtab_zeroshar
 _PATHS = frozenset({"config", "data.dir", "data.path", "out", "resume", "run", "source"})
 
 
-def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) -> str:
+def script(shell: str, verbs: Mapping[str, Verb]) -> str:
     """The script that ``shell`` must read to complete `zeroshard`.
 
     Args:
         shell: ``bash``, ``zsh`` or ``fish``.
-        shorthands: table -> the key in it that the bare table name stands for.
 
     Raises:
         UserError: ``shell`` is none of these.
@@ -45,22 +44,22 @@ def script(shell: str, verbs: Mapping[str, Verb], shorthands: dict[str, str]) ->
     parser = ArgumentParser("zeroshard", add_help=False)
     parser.add_argument("--help", action="store_true", help="Name the commands.")
     parser.add_argument("--version", action="store_true", help="Print the version.")
-    _add_verbs(parser, verbs, shorthands)
+    _add_verbs(parser, verbs)
     return shtab.complete(parser, shell, preamble=_ZSH_SOURCED if shell == "zsh" else "")
 
 
-def _add_verbs(parser: ArgumentParser, verbs: Mapping[str, Verb], shorthands: dict[str, str]) -> None:
+def _add_verbs(parser: ArgumentParser, verbs: Mapping[str, Verb]) -> None:
     """Add verbs to an argparse parser. It never parses anything: shtab takes its input in this form."""
     subparsers = parser.add_subparsers()
     for name, verb in verbs.items():
         summary = _plain(verb.summary)
         below = subparsers.add_parser(name, add_help=False, help=summary, description=summary)
-        _add_flags(below, verb, shorthands)
+        _add_flags(below, verb)
         if verb.before:
-            _add_verbs(below, {verb.before: verbs[verb.before]}, shorthands)
+            _add_verbs(below, {verb.before: verbs[verb.before]})
 
 
-def _add_flags(parser: ArgumentParser, verb: Verb, shorthands: dict[str, str]) -> None:
+def _add_flags(parser: ArgumentParser, verb: Verb) -> None:
     import shtab
 
     if verb.common:
@@ -76,7 +75,7 @@ def _add_flags(parser: ArgumentParser, verb: Verb, shorthands: dict[str, str]) -
     if not verb.before:
         paths.append(parser.add_argument("path", nargs="*"))
     fields = fields_by_name(verb.config) if verb.config else {}
-    for name, flag in flags_of(verb.config, shorthands, verb.positionals).items() if verb.config else ():
+    for name, flag in flags_of(verb.config, verb.positionals).items() if verb.config else ():
         dotted = ".".join(flag.path)
         about = _plain(fields[dotted].description or "")
         if flag.kind == "switch":

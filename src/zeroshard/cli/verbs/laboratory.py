@@ -19,7 +19,6 @@ from zeroshard.cli.verbs.waiting import waiting
 from zeroshard.host import columns, process
 from zeroshard.host.errors import ExitStatus, UserError, warn
 from zeroshard.lab.planner.config import PlanConfig
-from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import nearest, validate
 from zeroshard.train.config.config import TrainConfig, merge
 from zeroshard.train.config.toml import read_toml
@@ -57,7 +56,7 @@ def bench(config: None, words: Sequence[str]) -> int:
         print(help_of(f"bench {kind}", Verb(about, bench, settings), {}))
         return ExitStatus.OK
     json_path, rest = take_option(words[1:], "--json")
-    chosen = validate(settings, read_flags(rest, flags_of(settings, {})))
+    chosen = validate(settings, read_flags(rest, flags_of(settings)))
     for path in map(Path, filter(None, (json_path, getattr(chosen, "out", "")))):
         try:  # before minutes of measuring
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +87,11 @@ def sweep(config: None, words: Sequence[str]) -> int:
         what, todo = "nothing to compare is given", "write --axes.SETTING VALUE ..., as --axes.strategy zero0 zero3"
         raise UserError("sweep", f"{path}: {what}" if path else what, f"{todo}, or --config FILE.toml")
     words = others
-    flags = {name: flag for name, flag in flags_of(SweepConfig, {}).items() if name not in ("--base", "--axes")}
+    flags = {name: flag for name, flag in flags_of(SweepConfig).items() if name not in ("--base", "--axes")}
     if "--help" in words or "-h" in words:
         print(_sweep_help(SweepConfig))
         return ExitStatus.OK
-    for name, flag in flags_of(TrainConfig, SHORTHANDS).items():
+    for name, flag in flags_of(TrainConfig).items():
         flags[f"--base.{name[2:]}"] = replace(flag, path=("base", *flag.path))
         if flag.switch_value:
             flags[f"--axes.{name[2:]}"] = Flag(("axes", ".".join(flag.path)), "many")
