@@ -195,10 +195,10 @@ class Cut:
         return (part_of(rows.read(chosen)[1], self.part, self.num_ranks) != IGNORED).sum()
 
 
-def require_rows(rows: Rows, wanted: int, *, split: str = "train") -> None:
-    """Check that a split has enough rows for one batch of ``wanted`` rows; else raise a UserError with both counts."""
+def require_rows(rows: Rows, wanted: int) -> None:
+    """Check that training has enough rows for one batch of ``wanted`` rows; else raise a UserError with both counts."""
     if rows.num_rows < wanted:
-        what = f"the {split} split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
+        what = f"the train split has {rows.num_rows:,} rows of examples, but one batch needs {wanted:,}"
         todo = "use more examples, or lower micro_batch_size, grad_accum_steps or the number of ranks"
         raise UserError("data", what, todo)
 

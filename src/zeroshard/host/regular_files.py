@@ -84,18 +84,16 @@ def require_regular(path: str | PathLike[str]) -> None:
     os.close(open_regular(path))
 
 
-def open_inside(
-    folder: str | PathLike[str], name: str | PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666
-) -> int:
+def open_inside(folder: str | PathLike[str], name: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open the regular file ``name`` in ``folder`` through no symbolic link below it: [Note: Inside a folder].
 
     Args:
         name: path of the file in it; with O_CREAT the folders on the way are made.
-        flags, mode: as for `open_regular`, which also says what is raised.
+        flags: as for `open_regular`, which also says what is raised.
     """
     path = Path(folder, name)
     with _entered(folder, Path(name).parent, make=bool(flags & os.O_CREAT)) as within, _named(path):
-        return open_regular(path.name, flags, mode, follow=False, within=within)
+        return open_regular(path.name, flags, follow=False, within=within)
 
 
 def is_same(path: Path, descriptor: int) -> bool:

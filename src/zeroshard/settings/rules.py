@@ -20,12 +20,17 @@ def check_count(field: str, value: object, at_least: int = 1) -> None:
         raise ValueError(f"{field} must be at least {at_least}, got {value!r}")
 
 
-def check_shard_size(size: int, world_size: int, field: str = "shard_size") -> None:
-    """Check that ``world_size`` ranks divide into groups of ``size``."""
-    sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]
+def _check_divisor(field: str, size: int, whole: int, what: str) -> None:
+    """Check that ``size`` divides ``whole``; ``what`` says that it does not."""
+    sizes = [each for each in range(1, whole + 1) if whole % each == 0]
     if isinstance(size, bool) or size not in sizes:
-        what = f"groups of {size} ranks do not partition a world of {world_size}"
         raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+
+
+def check_shard_size(size: int, world_size: int) -> None:
+    """Check that ``world_size`` ranks divide into groups of ``size``."""
+    what = f"groups of {size} ranks do not partition a world of {world_size}"
+    _check_divisor("shard_size", size, world_size, what)
 
 
 def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | None = None) -> None:
@@ -47,10 +52,8 @@ def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | N
 
 def check_sequence_parallel(field: str, size: int, world_size: int) -> None:
     """Check that ``world_size`` ranks divide into groups of ``size``, which share a sequence each."""
-    sizes = [each for each in range(1, world_size + 1) if world_size % each == 0]
-    if isinstance(size, bool) or size not in sizes:
-        what = f"groups of {size} ranks that share a sequence do not partition a world of {world_size}"
-        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+    what = f"groups of {size} ranks that share a sequence do not partition a world of {world_size}"
+    _check_divisor(field, size, world_size, what)
 
 
 def check_replicas_share(field: str, size: int, shard_size: int) -> None:
@@ -62,10 +65,7 @@ def check_replicas_share(field: str, size: int, shard_size: int) -> None:
 
 def check_heads(field: str, size: int, num_heads: int) -> None:
     """Check that ``size`` ranks divide the query heads of an attention layer evenly."""
-    if num_heads % size:
-        sizes = [each for each in range(1, num_heads + 1) if num_heads % each == 0]
-        what = f"{size} ranks do not divide {num_heads} query heads"
-        raise UserError(field, what, f"choose one of {', '.join(map(str, sizes))}")
+    _check_divisor(field, size, num_heads, f"{size} ranks do not divide {num_heads} query heads")
 
 
 def check_uncut(field: str, number: int, **cuts: bool) -> None:
@@ -99,10 +99,10 @@ def check_wire(field: str, value: object, stage: int, todo: str = _ALL_OF_OURS) 
         raise UserError(field, what, todo)
 
 
-def check_something_is_sharded(stage: int, field: str = "shard_size", todo: str = _ALL_OF_OURS) -> None:
+def check_something_is_sharded(stage: int) -> None:
     """Check that the stage shards something, so that a ``shard_size`` has an effect."""
     if stage == 0:
-        raise UserError(field, "stage 0 shards nothing", todo)
+        raise UserError("shard_size", "stage 0 shards nothing", _ALL_OF_OURS)
 
 
 def check_second_copy(

@@ -39,16 +39,13 @@ def meet(world: World, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> dist.Store:
     return dist.PrefixStore(f"zeroshard/{attempt}", store)
 
 
-def init_process_group(
-    world: World, device: torch.device, timeout_s: float = COLLECTIVE_TIMEOUT_S, store: dist.Store | None = None
-) -> dist.Store:
+def init_process_group(world: World, device: torch.device, store: dist.Store | None = None) -> dist.Store:
     """Join the ranks of `world` in torch.distributed's default group, even if there is only one rank.
 
     Args:
         world: this rank's place in the world, with the address of the store if there are several ranks.
         device: the model's device. On CUDA, NCCL moves CUDA tensors and gloo CPU tensors; else gloo moves all. Without
             an index NCCL connects at its first collective.
-        timeout_s: seconds after which a collective that a peer never joins fails.
         store: the store at which the ranks have met; None: call `meet` now.
 
     Returns:
@@ -57,13 +54,13 @@ def init_process_group(
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"
-    store = store or meet(world, timeout_s)
+    store = store or meet(world, COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         device_id=device if on_cuda and device.index is not None else None,
     )
     return store
