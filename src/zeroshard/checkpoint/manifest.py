@@ -39,7 +39,6 @@ ITEM_BYTES = {"C64": 8, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32"
 _MOST_DIMENSIONS = 64  # the limit of torch and numpy
 _MOST_NAME_BYTES = 255  # of a file's name
 _LARGEST = 2**63 - 1
-_EXACT = ConfigDict(extra="forbid")
 
 # What a file says is checked against these types, and by `check`.
 Count = Annotated[int, Strict(), Field(ge=0, le=_LARGEST)]
@@ -48,11 +47,15 @@ Plain = Annotated[dict[Word, Any], AfterValidator(plain)]
 Interval = tuple[Count, Count]  # [start, stop) in elements of the flattened unsharded tensor
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Where ``interval`` of a flattened tensor lies: under ``key`` in ``file``, one-dimensional."""
+class _Exact:
+    """Refuses facts that a class does not have."""
 
-    __pydantic_config__ = _EXACT
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Piece(_Exact):
+    """Where ``interval`` of a flattened tensor lies: under ``key`` in ``file``, one-dimensional."""
 
     interval: Interval  # ``[start, stop)`` in elements of the flattened unsharded tensor
     file: Word  # name of a file in the checkpoint's folder
@@ -62,10 +65,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(_Exact):
     """An unsharded tensor and the pieces that tile it. ``dtype`` is safetensors' name (``"F32"``)."""
-
-    __pydantic_config__ = _EXACT
 
     name: Word
     kind: Word
@@ -75,10 +76,8 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class FileEntry(_Exact):
     """The size that a file must have, and the size and hash of the safetensors header that precedes its pieces."""
-
-    __pydantic_config__ = _EXACT
 
     num_bytes: Count
     header_bytes: Count
@@ -104,10 +103,8 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(_Exact):
     """Everything that is known about a checkpoint without opening its files."""
-
-    __pydantic_config__ = _EXACT
 
     step: Count  # number of optimizer steps done
     world_size: Annotated[Count, Field(ge=1)]  # number of ranks that wrote it

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,10 @@ class Damage:
         return UserError(str(self.file), self.what, DAMAGED_TODO)
 
 
-def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda num_bytes: None) -> tuple[Damage, ...]:
+def verify(path: str | PathLike[str]) -> tuple[Damage, ...]:
     """Return everything that is wrong with the checkpoint at ``path``; empty if it is intact. Needs one process only.
 
     A checkpoint of another step than its folder's name says, or of another run than those beside it, is damaged too.
-
-    Args:
-        path: the checkpoint's folder.
-        progress: called with the size in bytes of each region that was checked; called from several threads.
 
     Raises:
         UserError: there is no complete checkpoint there (no manifest), or it has an unknown version.
@@ -66,22 +63,12 @@ def verify(path: str | PathLike[str], progress: Callable[[int], None] = lambda n
         return (Damage(folder / MANIFEST, error.what),)
     misplacement = misplaced(Path(path), manifest)
     found = (Damage(Path(path), misplacement.what),) if misplacement else ()
-    return found + damages(folder, manifest, manifest.regions(), progress)
+    return found + damages(folder, manifest, manifest.regions())
 
 
-def damages(
-    folder: Path,
-    manifest: Manifest,
-    regions: Sequence[Region],
-    progress: Callable[[int], None] = lambda num_bytes: None,
-) -> tuple[Damage, ...]:
+def damages(folder: Path, manifest: Manifest, regions: Sequence[Region]) -> tuple[Damage, ...]:
     """Return what is wrong with ``regions`` and with the sizes of their files, in the order of ``regions``."""
-
-    def look(region: Region) -> Damage | None:
-        damage = damage_of(folder, manifest, region)
-        progress(region.num_bytes)
-        return damage
-
+    look = partial(damage_of, folder, manifest)
     with ThreadPoolExecutor(max(READERS, store.num_threads()), "checkpoint-verify") as pool:
         found = [damage for damage in pool.map(look, regions) if damage]
     return tuple(dict.fromkeys(found))  # report a wrong file size once, not for each region

@@ -32,34 +32,36 @@ META_NAME = "meta.json"
 TOKENIZER_FILE, BLOCKS, COUNTS, ENDS = "tokenizer.json", "blocks.bin", "counts.bin", "ends.bin"
 SPLITS = ("train", "val")
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-_KNOWN = ConfigDict(extra="forbid")  # refuse undeclared fields
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
+class _Declared:
+    """Refuses fields that a class does not declare."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
 @dataclass(frozen=True)
-class ShardMeta:
+class ShardMeta(_Declared):
     """One file of tokens: its path under the folder and its expected content."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     file: str
     num_tokens: Count
     sha256: str
 
 
 @dataclass(frozen=True)
-class SplitMeta:
+class SplitMeta(_Declared):
     """The files of one split, in order."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     num_tokens: Count
     shards: tuple[ShardMeta, ...]
 
 
 @dataclass(frozen=True)
-class SourceMeta:
+class SourceMeta(_Declared):
     """Where the text came from. The sha256 identifies its content; see `documents.Fingerprint`."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     description: str
     num_bytes: Count
     num_documents: Count
@@ -67,10 +69,9 @@ class SourceMeta:
 
 
 @dataclass(frozen=True)
-class ExamplesMeta:
+class ExamplesMeta(_Declared):
     """Counts and checksums of a split that contains examples, see `zeroshard.data.examples.store`."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     num_examples: Count
     num_counted: Count
     counts_sha256: str
@@ -78,7 +79,7 @@ class ExamplesMeta:
 
 
 @dataclass(frozen=True)
-class DataMeta:
+class DataMeta(_Declared):
     """The complete content of ``meta.json``.
 
     ``spec`` contains the choices that decide the tokens (source, tokenizer, val_fraction, ...): a folder is reused only
@@ -88,7 +89,6 @@ class DataMeta:
     ``files`` has the sha256 of each file that is no token file, by its path under the folder; `write_meta` fills it in.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN
     spec: Mapping[str, Any]
     source: SourceMeta
     tokenizer: str

@@ -14,6 +14,7 @@ memory; the hash finds accidents, and not what somebody forges, who could write 
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 from contextlib import suppress
 from pathlib import Path
@@ -31,15 +32,17 @@ SUM = np.dtype("<u8")
 _WILL_NEED = getattr(mmap, "MADV_WILLNEED", None)  # None if the system has no madvise
 
 
-class BlockSums:
-    """Hashes the blocks of one file, given its content in pieces of any size."""
+class FileSums:
+    """Hashes one file and each of its blocks, given its content in pieces of any size."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []
         self._hash, self._room = xxhash.xxh3_64(), BLOCK_BYTES
+        self._of_file = hashlib.sha256()
 
     def update(self, data: bytes) -> None:
         """Continue with the next bytes of the file."""
+        self._of_file.update(data)
         left = memoryview(data)
         while left:
             self._hash.update(left[: self._room])
@@ -48,11 +51,11 @@ class BlockSums:
             if not self._room:
                 self._end_block()
 
-    def finish(self) -> list[int]:
-        """Return the sums of all blocks; the last block may be a part of one."""
+    def finish(self) -> tuple[str, list[int]]:
+        """Return the file's sha256, in hexadecimal, and the sums of its blocks; the last may be a part of one."""
         if self._room < BLOCK_BYTES:
             self._end_block()
-        return self._sums
+        return self._of_file.hexdigest(), self._sums
 
     def _end_block(self) -> None:
         self._sums.append(self._hash.intdigest())

@@ -6,7 +6,6 @@ block in memory at a time.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zeroshard.data.meta import BLOCKS, DTYPES, SPLITS, DataMeta, ShardMeta, SplitMeta, read_meta, sha256_of
-from zeroshard.data.token_shard import SUM, BlockSums, TokenShard, num_blocks
+from zeroshard.data.token_shard import SUM, FileSums, TokenShard, num_blocks
 from zeroshard.host.errors import UserError
 
 DEFAULT_SHARD_TOKENS = 100_000_000
@@ -136,7 +135,7 @@ class TokenWriter:
         self._shards: list[ShardMeta] = []
         self._file = None
         self._room = 0  # tokens that still fit into the open file
-        self._hash, self._blocks = hashlib.sha256(), BlockSums()  # of the open file
+        self._open_sums = FileSums()  # of the open file
         self._sums: list[int] = []  # of the blocks of all earlier files
         self.num_tokens = 0
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -160,11 +159,11 @@ class TokenWriter:
             if self._file is None:
                 path = self._folder / self._shard_name()
                 self._file, self._room = path.open("wb"), self._shard_tokens
-                self._hash, self._blocks = hashlib.sha256(), BlockSums()
+                self._open_sums = FileSums()
             piece, ids = ids[: self._room], ids[self._room :]
             data = piece.astype(self._dtype).tobytes()
             self._file.write(data)
-            self._add(data)
+            self._open_sums.update(data)
             self._room -= piece.size
             self.num_tokens += piece.size
             if self._room == 0:
@@ -175,10 +174,6 @@ class TokenWriter:
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
-
-    def _add(self, data: bytes) -> None:
-        self._hash.update(data)
-        self._blocks.update(data)
 
     def _keep(self, num_tokens: int) -> None:
         """Read and hash what an earlier process wrote, up to ``num_tokens``; truncate and delete what is beyond."""
@@ -193,10 +188,10 @@ class TokenWriter:
             else:
                 os.truncate(path, kept * itemsize)
                 self._file, self._room = path.open("ab"), self._shard_tokens - kept
-                self._hash, self._blocks = hashlib.sha256(), BlockSums()
+                self._open_sums = FileSums()
                 with path.open("rb") as file:
                     while data := file.read(_READ_BYTES):
-                        self._add(data)
+                        self._open_sums.update(data)
                 self.num_tokens += kept
                 if self._room == 0:
                     self._close_shard()
@@ -219,8 +214,9 @@ class TokenWriter:
         self.sync()
         self._file.close()
         self._file = None
-        self._sums += self._blocks.finish()
-        self._shards.append(ShardMeta(self._shard_name(), self._shard_tokens - self._room, self._hash.hexdigest()))
+        sha256, sums = self._open_sums.finish()
+        self._sums += sums
+        self._shards.append(ShardMeta(self._shard_name(), self._shard_tokens - self._room, sha256))
 
 
 def verify(folder: Path | str) -> tuple[str, ...]:

@@ -173,14 +173,9 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in Accelerate, but models and optimizers with an engine are saved as sharded checkpoints. Collective."""
-        kept: list[str] = []
-        hook = self.register_save_state_pre_hook(lambda models, weights, folder: kept.append(folder))
         engines = self._engines()
-        try:
-            with self._without_ours():
-                found = super().save_state(output_dir, *args, **kwargs)
-        finally:
-            hook.remove()
+        with self._noted(self.register_save_state_pre_hook) as kept, self._without_ours():
+            found = super().save_state(output_dir, *args, **kwargs)
         folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
             save(folder / _name(index), engine, step=self.step)
@@ -192,18 +187,23 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             UserError: a checkpoint is missing or damaged.
         """
-        kept: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda models, folder: kept.append(folder))
         engines = self._engines()
-        try:
-            with self._without_ours():
-                found = super().load_state(input_dir, *args, **kwargs)
-        finally:
-            hook.remove()
+        with self._noted(self.register_load_state_pre_hook) as kept, self._without_ours():
+            found = super().load_state(input_dir, *args, **kwargs)
         folder = Path(of_first_rank(kept[0]))
         for index, engine in enumerate(engines):
             load(folder / _name(index), engine)
         return found
+
+    @contextmanager
+    def _noted(self, register: Callable[..., Any]) -> Generator[list[str]]:
+        """In this block, note the folder that Accelerate tells the hooks of ``register``."""
+        kept: list[str] = []
+        hook = register(lambda *given: kept.append(given[-1]))
+        try:
+            yield kept
+        finally:
+            hook.remove()
 
     def _engines(self) -> list[Zero]:
         return [engine for model in self._models if (engine := engine_of(model)) is not None]
