@@ -10,19 +10,19 @@ from zeroshard.train.setup.about_run import strategy_in_words
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "shard_size", "words"),
+    ("name", "world_size", "over", "words"),
     [
-        ("zero0", 2, 0, "zero0: all training state replicated on 2 ranks"),
-        ("zero1", 4, 0, "zero1: optimizer states sharded over 4 ranks"),
-        ("zero2", 2, 0, "zero2: optimizer states and gradients sharded over 2 ranks"),
+        ("zero0", 2, 2, "zero0: all training state replicated on 2 ranks"),
+        ("zero1", 4, 4, "zero1: optimizer states sharded over 4 ranks"),
+        ("zero2", 2, 2, "zero2: optimizer states and gradients sharded over 2 ranks"),
         ("zero3", 8, 4, "zero3: optimizer states, gradients and parameters sharded over 4 ranks, in 2 replicas"),
-        ("zero3", 1, 0, "zero3: one rank, which keeps all training state"),
-        ("ddp", 2, 0, "ddp: PyTorch's DistributedDataParallel, all training state replicated on 2 ranks"),
-        ("mine:Strategy", 2, 0, "mine:Strategy on 2 ranks"),
+        ("zero3", 1, 1, "zero3: one rank, which keeps all training state"),
+        ("ddp", 2, 2, "ddp: PyTorch's DistributedDataParallel, all training state replicated on 2 ranks"),
+        ("mine:Strategy", 2, 2, "mine:Strategy on 2 ranks"),
     ],
 )
-def test_a_strategy_is_told_by_what_it_shards_over_how_many_ranks(name, world_size, shard_size, words):
-    assert strategy_in_words(name, world_size, shard_size) == words
+def test_a_strategy_is_told_by_what_it_shards_over_how_many_ranks(name, world_size, over, words):
+    assert strategy_in_words(name, world_size, over=over) == words
 
 
 def test_a_run_tells_what_it_is(tiny_config):

@@ -110,7 +110,7 @@ class EngineConfig(Config):
         if self.reproducible:
             rules.check_reproducible("reproducible", self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
-            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.sequence_parallel > 1}
+            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.shares_sequences}
             rules.check_uncut("reproducible", self.reproducible, **parts)
             beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
             rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
@@ -124,9 +124,37 @@ class EngineConfig(Config):
         if self.reproducible:
             rules.check_reproducible("reproducible", self.reproducible, world_size)
         if self.node_copy:
-            rules.check_groups("node_copy", self.node_copy, self.shard_size or world_size)
+            rules.check_groups("node_copy", self.node_copy, self.ranks_that_shard(world_size))
         if self.wire.node_size:
             rules.check_groups("wire.node_size", self.wire.node_size, world_size)
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether several ranks share each sequence."""
+        return self.sequence_parallel > 1
+
+    @property
+    def has_exact_sums(self) -> bool:
+        """Whether sums of gradients are exact, so that steps have the same bits on any number of ranks."""
+        return self.reproducible > 0
+
+    @property
+    def keeps_state_away(self) -> bool:
+        """Whether training state leaves the device."""
+        return self.offload.on
+
+    @property
+    def keeps_state_on_disk(self) -> bool:
+        """Whether training state goes to a file of each rank."""
+        return self.offload.on_disk
+
+    def left_uncompiled_with(self, recomputation: str) -> str:
+        """The setting with which a GPU's run is not compiled unless it says so, as `rules.left_uncompiled_with`."""
+        return rules.left_uncompiled_with(self.reproducible, self.tiles, self.sequence_parallel, recomputation)
+
+    def ranks_that_shard(self, world_size: int) -> int:
+        """Return the number of ranks over which training state is sharded."""
+        return self.shard_size or world_size
 
     def num_groups(self, world_size: int) -> int:
         """Return the number of groups of ranks that share sequences, each of which takes sequences of its own."""

@@ -7,7 +7,7 @@ the replicas take an *outer step*: they average their weight differences, and an
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -59,14 +59,14 @@ class LocalStepsConfig(Config):
         return self
 
 
-def check_num_replicas(local_steps: LocalStepsConfig, shard_size: int, world_size: int, nnodes: str) -> None:
-    """Raise UserError if local steps are on and all ranks form a single replica.
+def check_num_replicas(config: Any, world_size: int) -> None:
+    """Raise UserError if local steps of ``config``, the `TrainConfig`, are on and all ranks form a single replica.
 
-    A run with ``nnodes`` as ``2:4`` is elastic: it may be down to one replica because it lost machines.
+    A run with its nnodes as ``2:4`` is elastic: it may be down to one replica because it lost machines.
     """
-    least, _, most = nnodes.partition(":")
-    if local_steps.on and (not most or least == most):
-        check_local_steps("local_steps.every", local_steps.every, shard_size, world_size)
+    least, _, most = config.nnodes.partition(":")
+    if config.local_steps.on and (not most or least == most):
+        check_local_steps("local_steps.every", config.local_steps.every, config.shard_size, world_size)
 
 
 def steps_after_last_outer_step(local_steps: LocalStepsConfig, max_steps: int) -> str:

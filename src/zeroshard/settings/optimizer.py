@@ -28,7 +28,7 @@ def check_optimizer(config: Any) -> None:
         what = f"{config.state_format} is for states of torch's AdamW, and optimizer is {name}"
         raise UserError("state_format", what, without)
     narrow = f"{name}'s" if name in IN_8_BITS else config.state_format
-    if config.plan.enforce and config.offload.on_disk and narrow != "fp32":
+    if config.plan.enforce and config.keeps_state_on_disk and narrow != "fp32":
         what = f"no plan predicts a file of {narrow} states"
         raise UserError("plan.enforce", what, f"{without} with states in fp32")
     if name in WEIGHTS_IN_BF16:

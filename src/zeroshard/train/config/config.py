@@ -288,9 +288,7 @@ class TrainConfig(EngineConfig, RunTables):
         if self.matmul == "fp8":
             self._multiplies_in_8_bits()
         strategy = strategy_entry(self.strategy)
-        check_local_steps_settings(
-            self.local_steps, self.strategy, self.shard_size, ema_decay=self.ema_decay, dtype=self.dtype
-        )
+        check_local_steps_settings(self)
         check_wire(self.wire, self.strategy)
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         check_base(self, "" if strategy.planned else ", ".join(strategies_with("planned")))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.local_steps import LocalStepsConfig
 from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.wire import WireConfig
+
+if TYPE_CHECKING:
+    from zeroshard.train.config.config import TrainConfig
 
 
 def check_wire(wire: WireConfig, strategy: str) -> None:
@@ -36,13 +40,11 @@ def check_offload(offload: OffloadConfig, strategy: str, *, local_steps: bool) -
         raise UserError("offload.state", what, todo)
 
 
-def check_local_steps_settings(
-    local_steps: LocalStepsConfig, strategy: str, shard_size: int, *, ema_decay: float = 0.0, dtype: str = "auto"
-) -> None:
+def check_local_steps_settings(config: TrainConfig) -> None:
     """Raise UserError if local steps are on and another setting of the run does not work with them."""
-    if not local_steps.on:
+    if not config.local_steps.on:
         return
-    entry = strategy_entry(strategy)
+    strategy, entry = config.strategy, strategy_entry(config.strategy)
     todo = f"leave it out, or use --strategy {', '.join(strategies_with('planned'))}"
     if not entry.planned:
         raise UserError(
@@ -50,11 +52,11 @@ def check_local_steps_settings(
         )
     if strategy == "auto":
         raise UserError("local_steps.every", "auto cannot take local steps: what fits is found for one replica", todo)
-    rules.check_local_steps("local_steps.every", local_steps.every, shard_size)
-    if ema_decay:
-        what = f"{ema_decay} averages the weights of each step, which replicas do not have in common"
+    rules.check_local_steps("local_steps.every", config.local_steps.every, config.shard_size)
+    if config.ema_decay:
+        what = f"{config.ema_decay} averages the weights of each step, which replicas do not have in common"
         raise UserError("ema_decay", what, "leave it out, or --local-steps.every")
-    if dtype == "float16":
+    if config.dtype == "float16":
         what = (
             "float16 needs one loss scale on all ranks at each step, and replicas with local steps have none in common"
         )

@@ -65,7 +65,7 @@ class Schedule:
     keep_checkpoints: int = 0  # newest checkpoints to keep; 0: all
     keep_every: int = 0  # checkpoints at multiples of this many steps are kept too; 0: none
     keep_best: bool = False
-    reproducible: bool = False  # bit-identical on any number of ranks: [Note: Reproducible] in `step`
+    exact_sums: bool = False  # bit-identical on any number of ranks: [Note: Reproducible] in `step`
 
 
 @dataclass

@@ -106,7 +106,7 @@ def backward(run: Run, step: int) -> Tensor:
     losses = torch.zeros(num_micro, dtype=torch.float64, device=run.device)
     span = run.clock.span
     for micro_step in range(num_micro):
-        if run.schedule.reproducible:  # each micro-batch has its seed, whoever computes it
+        if run.schedule.exact_sums:  # each micro-batch has its seed, whoever computes it
             torch.manual_seed(step_seed(run.schedule.seed, step, micro_step * comm.world_size + comm.rank))
         with span("data"):
             tokens_BT, targets_BT, *positions = (moved(x, run.device) for x in run.corpus.batches(step, micro_step))
@@ -142,7 +142,7 @@ def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> tuple[floa
     wish = ExitStatus.PREEMPTED if preempted else others.get(stop, ExitStatus.TERMINATED)
     wishes = torch.tensor(as_numbers(wish), dtype=losses.dtype)
     comm, norm = run.together, grad_norm.detach().to(losses).view(1)
-    if run.schedule.reproducible:
+    if run.schedule.exact_sums:
         own = torch.cat([moved(wishes, losses.device), losses])
         report = own.new_empty(comm.world_size, own.numel())
         with labelled(CONTROL):

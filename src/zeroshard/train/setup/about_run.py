@@ -47,11 +47,11 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel, why_fraction:
     comm, corpus, accum, every = run.strategy.comm, run.corpus, run.schedule.grad_accum_steps, config.local_steps.every
     micro_batches = "1 micro-batch" if accum == 1 else f"{accum:,} micro-batches"
     resumed = f", resumed after step {run.first_step:,}" if run.first_step else ""
-    sizes = {"world_size": comm.world_size, "shard_size": config.shard_size, "every": every}
-    share = config.sequence_parallel
+    sizes = {"over": config.ranks_that_shard(comm.world_size), "every": every}
     most = config.reproducible
     alike = f", with the same bits on any number up to {most}" if most else ""
-    groups = _ranks(comm.world_size) if share == 1 else _groups(comm.world_size // share, share)
+    num_groups = config.num_groups(comm.world_size)
+    groups = _groups(num_groups, comm.world_size // num_groups) if config.shares_sequences else _ranks(comm.world_size)
     size = f"{corpus.num_tokens:,} tokens to train on" if corpus.num_tokens else "streamed"
     rows = f", {corpus.said}" if corpus.said else ""
     num_params = sum(param.numel() for param in model.parameters())
@@ -59,7 +59,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel, why_fraction:
     adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
     lines = {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
-        "strategy": strategy_in_words(config.strategy, chosen=run.stage is not None, **sizes) + alike,
+        "strategy": strategy_in_words(config.strategy, comm.world_size, chosen=run.stage is not None, **sizes) + alike,
         "offload": offload_in_words(config, why_fraction, comm.world_size),
         "update": update_in_words(config, run),
         "comm": communicator_in_words(comm, config.strategy),
@@ -81,11 +81,10 @@ def next_command(config: TrainConfig, folder: Path) -> str:
     return shlex.join(["zeroshard", "generate" if is_text else "report", str(folder)])
 
 
-def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen: bool = False, every: int = 1) -> str:
+def strategy_in_words(name: str, world_size: int, *, over: int, chosen: bool = False, every: int = 1) -> str:
     """Describe a strategy, as ``zero2: optimizer states and gradients sharded over 2 ranks``.
 
-    ``shard_size``: ranks over which training state is sharded; 0: all. ``every``: local steps for each
-    outer step.
+    ``over``: the number of ranks over which training state is sharded. ``every``: local steps for each outer step.
     """
     said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
@@ -102,7 +101,6 @@ def strategy_in_words(name: str, world_size: int, shard_size: int = 0, *, chosen
         return f"{said} all training state replicated on {_ranks(world_size)}"
     sharded = sharded or ["global weights"]
     kinds = " and ".join([", ".join(sharded[:-1]), sharded[-1]] if sharded[1:] else sharded)
-    over = shard_size or world_size
     copies = f", in {world_size // over} replicas" if over < world_size else ""
     copies += f" that synchronise every {every:,} steps" if every > 1 else ""
     return f"{said} {kinds} sharded over {_ranks(over)}{copies}"
@@ -124,7 +122,7 @@ def offload_in_words(config: TrainConfig, why: str, world_size: int) -> str:
         return f"none (auto: {why})" if why else ""
     chosen = f", auto: {why}" if why else ""
     share = "all" if offload.share in ("auto", 1.0) else f"--offload.fraction {offload.fraction}"
-    streams = config.strategy == "zero3" and (config.shard_size != 1 or world_size == 1)
+    streams = config.strategy == "zero3" and (config.ranks_that_shard(world_size) > 1 or world_size == 1)
     weights = _STREAMED.get(offload.state, "") if streams else ""
     return f"{_AWAY[offload.state]}{weights} ({share}{chosen})"
 

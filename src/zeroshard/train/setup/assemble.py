@@ -75,7 +75,7 @@ def check_adapters(config: TrainConfig) -> None:
 def check_shard_size(config: TrainConfig, world_size: int) -> None:
     """Raise UserError if ``world_size`` does not fit a setting that groups ranks."""
     config.check_world(world_size)
-    check_num_replicas(config.local_steps, config.shard_size, world_size, config.nnodes)
+    check_num_replicas(config, world_size)
 
 
 def make_model(config: TrainConfig, vocab_size: int, device: torch.device | str) -> LanguageModel:
@@ -178,7 +178,7 @@ def sharded(
     model.eos_id = eos_id
     if attention_boundary_setting(config):
         model.require_positions(attention_boundary_setting(config))
-    if config.sequence_parallel > 1:
+    if config.shares_sequences:
         model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=config.seq_len))
     if config.matmul == "fp8":
         multiply_in_8_bits(model, device)
@@ -258,8 +258,8 @@ def engine_settings(config: TrainConfig, stage: int, world_size: int, num_units:
 
 def offload(config: TrainConfig, stage: int, world_size: int) -> Offload | None:
     """Which state leaves the device at a stage; None: none does."""
-    shards = STAGES[stage].params is SHARD and (config.shard_size != 1 or world_size == 1)
-    how = {"shards_weights": shards, "exact_sums": config.reproducible > 0}
+    shards = STAGES[stage].params is SHARD and (config.ranks_that_shard(world_size) > 1 or world_size == 1)
+    how = {"shards_weights": shards, "exact_sums": config.has_exact_sums}
     return offload_of(config.offload, Path(config.out), **how)
 
 

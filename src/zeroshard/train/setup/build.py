@@ -199,7 +199,7 @@ def _warn(config: TrainConfig, comm: Communicator, *, draws: bool) -> None:
 def _scaler(config: TrainConfig, comm: Communicator) -> LossScaler | None:
     if config.dtype != "float16":
         return None
-    divided_by = comm.world_size if config.reproducible else 1  # as on one rank: [Note: Reproducible] in `step`
+    divided_by = comm.world_size if config.has_exact_sums else 1  # as on one rank: [Note: Reproducible] in `step`
     return LossScaler(comm, config.loss_scale, config.loss_scale_interval, divided_by=divided_by)
 
 

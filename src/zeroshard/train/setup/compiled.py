@@ -17,7 +17,6 @@ from torch import nn
 
 from zeroshard.host.errors import UserError, shortened
 from zeroshard.models.config import inputs_wait_on_host
-from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.train.config.config import CompileBackend, TrainConfig
 
 # On the host of an H100 the first step of GPT-2 124M took 22.8 s as one graph of 12 blocks, and 9.0 s with one code for
@@ -79,7 +78,7 @@ def why_off(config: TrainConfig, device: torch.device) -> str:
     if device.type != "cuda":
         return "on a GPU alone"
     recomputation = config.model.activation_checkpointing
-    if beside := left_uncompiled_with(config.reproducible, config.tiles, config.sequence_parallel, recomputation):
+    if beside := config.left_uncompiled_with(recomputation):
         return f"not with {beside}"
     missing = missing_compiler(device) if config.compile_backend == "inductor" else None
     return missing[0] if missing else ""
@@ -87,7 +86,7 @@ def why_off(config: TrainConfig, device: torch.device) -> str:
 
 def in_one_graph(config: TrainConfig, world_size: int) -> bool:
     """Whether nothing ends the graph of a compiled model: no collective, and nothing that comes from the host."""
-    alone = world_size == 1 and not (config.offload.on or config.reproducible)
+    alone = world_size == 1 and not (config.keeps_state_away or config.has_exact_sums)
     return alone and config.strategy != "fsdp2" and not inputs_wait_on_host(config.model.activation_checkpointing)
 
 
@@ -100,7 +99,7 @@ def compiled_in_words(config: TrainConfig, device: torch.device, world_size: int
         what, seconds = "the model is one graph", max(SECONDS_OF_A_BLOCK * num_blocks, SECONDS_OF_PIECES)
     else:
         what, seconds = "one code for all blocks, and graphs before and after them", SECONDS_OF_PIECES
-        if config.sequence_parallel > 1:
+        if config.shares_sequences:
             what += "; attention of shared sequences is not compiled"
     auto = " (auto)" if chosen else ""
     return f"on{auto}: {what}" + f"; the first step may take {seconds} s" * (config.compile_backend == "inductor")

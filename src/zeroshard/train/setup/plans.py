@@ -49,7 +49,7 @@ class Plans:
         if config.matmul == "fp8" and self.device.type == "cpu":  # an emulation, whose tensors no GPU has
             return None
         narrow = config.optimizer in IN_8_BITS or config.state_format != "fp32"
-        if narrow and config.offload.on_disk:  # the file's bytes of states in fewer bits are not planned
+        if narrow and config.keeps_state_on_disk:  # the file's bytes of states in fewer bits are not planned
             return None
         return Contract(self.predict(self.job(config, entry.stage)), config.plan.enforce)
 

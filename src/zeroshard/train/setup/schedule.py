@@ -19,13 +19,13 @@ def schedule_of(config: TrainConfig, world_size: int) -> Schedule:
         eval_interval=config.eval_interval,
         checkpoint_interval=config.eval_interval if at_evaluations else config.checkpoint_interval,
         # of state in a file there is no memory for copies
-        checkpoint_async=config.checkpoint_async and not config.offload.on_disk,
+        checkpoint_async=config.checkpoint_async and not config.keeps_state_on_disk,
         keep_checkpoints=kept if config.keep_checkpoints < 0 else config.keep_checkpoints,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
         grad_accum_steps=accumulation_steps(config, world_size),
         seed=config.seed,
-        reproducible=config.reproducible > 0,
+        exact_sums=config.has_exact_sums,
     )
 
 
