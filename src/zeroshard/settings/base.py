@@ -6,9 +6,9 @@ The command line, config.toml, the axes of sweeps and the pages of the reference
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from zeroshard.settings.sizes import parse_count
 
@@ -28,6 +28,12 @@ AutoSwitch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)
 def _as_text(raw: Any) -> Any:
     return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
 
+
+def _as_names(raw: Any) -> Any:
+    return (raw,) if isinstance(raw, str) else raw
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]  # a text is one of them
 
 Tiles = Annotated[str, BeforeValidator(_as_text)]  # none, auto or a number
 TILES = "Tiles of tokens in which a recomputed block's feed-forward layer runs: none, auto, or how many."
@@ -50,6 +56,17 @@ class Config(BaseModel):
     """Base class of all settings: unknown keys are refused, and an instance is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    shorthand: ClassVar[str] = ""  # the field that a text stands for which is given for the whole section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_shorthand(cls, raw: Any) -> Any:
+        return {cls.shorthand: raw} if cls.shorthand and isinstance(raw, str) else raw
+
+    def changed(self, *names: str) -> list[str]:
+        """Those of the fields ``names``, of all if there are none, whose value is not the default."""
+        fields = type(self).model_fields
+        return [name for name in names or fields if getattr(self, name) != fields[name].default]
 
     def resolved(self, **values: Any) -> Self:
         """Return a copy with ``values`` that nobody gave, because this machine or other settings decide them."""

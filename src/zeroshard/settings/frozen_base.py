@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
 from zeroshard.host.lazily import is_address, loaded
-from zeroshard.settings.base import SHORTHANDS, Config
+from zeroshard.settings.base import SHORTHANDS, Config, Names
 from zeroshard.settings.wire_formats import check_block
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class BaseConfig(Config):
     """Weights under adapters as codes of few bits, decoded for each use (QLoRA); they are not trained."""
+
+    shorthand = SHORTHANDS["base"]
 
     format: Literal["none", "nf4", "int8", "int4", "e4m3"] = Field(
         "none",
@@ -27,7 +29,7 @@ class BaseConfig(Config):
     block: int = Field(
         0, ge=0, description="Weights that share a scale, a multiple of 16 up to 4096; 0: 64 with 4 bits, 256 with 8."
     )
-    only: tuple[str, ...] = Field(
+    only: Names = Field(
         (), description="Names of the weights that it is for, as *.mlp.*; none: all matrices of blocks, no embedding."
     )
 
@@ -44,16 +46,9 @@ class BaseConfig(Config):
         kind = loaded("zeroshard.zero.frozen_formats.settings", "FrozenFormat")
         return kind(self.format, self.block or None, self.double, self.only or None)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_format(cls, raw: Any) -> Any:
-        raw = {SHORTHANDS["base"]: raw} if isinstance(raw, str) else raw
-        return {**raw, "only": [raw["only"]]} if isinstance(raw, dict) and isinstance(raw.get("only"), str) else raw
-
     @model_validator(mode="after")
     def _of_codes_alone(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name in fields if name != "format" and getattr(self, name) != fields[name].default]
+        given = self.changed()
         if given and not self.on:
             raise UserError(f"base.{given[0]}", "is given, and base is none", "add --base nf4, or leave it out")
         if self.block:

@@ -46,8 +46,7 @@ class LocalStepsConfig(Config):
 
     @model_validator(mode="after")
     def _outer_steps_are_possible(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name in fields if name != "every" and getattr(self, name) != fields[name].default]
+        given = self.changed()
         if given and not self.on:
             what = f"{getattr(self, given[0])} is given, and local_steps.every is 1: replicas take no local steps"
             raise UserError(f"local_steps.{given[0]}", what, "add --local-steps.every 32, or leave it out")

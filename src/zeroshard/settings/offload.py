@@ -21,6 +21,8 @@ def _as_text(value: Any) -> Any:
 class OffloadConfig(Config):
     """Training state off the device: in memory of the host, or in a file, where the optimizer updates it there."""
 
+    shorthand = SHORTHANDS["offload"]
+
     state: Free[Literal["none", "optimizer", "all", "disk", "disk-all"]] = Field(
         "none",
         description="State that leaves the device. optimizer: optimizer states, fp32 master weights and reduced "
@@ -78,15 +80,9 @@ class OffloadConfig(Config):
         grads = "device" if exact_sums else rest
         return {"optimizer": kept, "master": kept, "grads": grads, "weights": weights}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_state(cls, raw: Any) -> Any:
-        return {SHORTHANDS["offload"]: raw} if isinstance(raw, str) else raw
-
     @model_validator(mode="after")
     def _something_leaves(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name in fields if name != "state" and getattr(self, name) != fields[name].default]
+        given = self.changed()
         if given and not self.on:
             what = f"{getattr(self, given[0])} is given, and offload is none: no state leaves the device"
             raise UserError(f"offload.{given[0]}", what, "add --offload optimizer, or leave it out")

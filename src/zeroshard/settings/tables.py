@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from zeroshard.host.errors import UserError
-from zeroshard.settings.base import SHORTHANDS, Config, Fixed, Free
+from zeroshard.settings.base import SHORTHANDS, Config, Fixed, Free, Names
 from zeroshard.settings.sizes import parse_bandwidth, parse_duration, parse_size
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -27,7 +26,7 @@ class LoraConfig(Config):
         0.0, ge=0, allow_inf_nan=False, description="Adapters are scaled by alpha / rank; 0: twice the rank."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Probability that an input of an adapter is dropped.")
-    targets: Fixed[tuple[str, ...]] = Field(
+    targets: Fixed[Names] = Field(
         (),
         description="Linear layers that get adapters, by name or its end, as q_proj v_proj; all-linear: all in the "
         "blocks; none: those that peft takes for the architecture.",
@@ -36,16 +35,12 @@ class LoraConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _from_rank(cls, raw: Any) -> Any:
-        if isinstance(raw, str | int | float) and not isinstance(raw, bool):
-            return {SHORTHANDS["lora"]: raw}
-        if isinstance(raw, Mapping) and isinstance(raw.get("targets"), str):
-            return {**raw, "targets": [raw["targets"]]}
-        return raw
+        is_number = isinstance(raw, str | int | float) and not isinstance(raw, bool)
+        return {SHORTHANDS["lora"]: raw} if is_number else raw
 
     @model_validator(mode="after")
     def _of_adapters_alone(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name in ("alpha", "dropout", "targets") if getattr(self, name) != fields[name].default]
+        given = self.changed("alpha", "dropout", "targets")
         if given and not self.rank:
             raise UserError(f"lora.{given[0]}", "is given, and lora.rank is 0", "add --lora.rank 16, or leave it out")
         if "" in self.targets:
@@ -155,21 +150,14 @@ class LinkConfig(Config):
 class TrackConfig(Config):
     """The experiment trackers that get the run's metrics, in addition to ``metrics.jsonl``."""
 
-    to: Free[tuple[str, ...]] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
+    shorthand = SHORTHANDS["track"]
+
+    to: Free[Names] = Field((), description="tensorboard, wandb, trackio; none: metrics.jsonl alone.")
     project: Free[str] = Field("zeroshard", min_length=1, description="Under which wandb and trackio file the run.")
     name: Free[str] = Field("", description="Name of the run there; empty: the run folder's.")
     group: Free[str] = Field(
         "", description="wandb, trackio: what this run is shown with; empty: nothing, in a sweep the sweep."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        if isinstance(raw, str):
-            return {"to": [raw]}
-        if isinstance(raw, Mapping) and isinstance(raw.get("to"), str):
-            return {**raw, "to": [raw["to"]]}
-        return raw
 
     @model_validator(mode="after")
     def _trackers_are_known(self) -> Self:

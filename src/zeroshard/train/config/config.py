@@ -23,7 +23,7 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.base import SHORTHANDS, AutoSwitch, Fixed, Free
+from zeroshard.settings.base import SHORTHANDS, AutoSwitch, Fixed, Free, Names
 from zeroshard.settings.engine import EngineConfig
 from zeroshard.settings.frozen_base import check_base
 from zeroshard.settings.optimizer import OptimizerName, check_optimizer
@@ -182,7 +182,7 @@ class TrainConfig(EngineConfig, RunTables):
     keep_best: Free[bool] = Field(
         False, description="Keep the checkpoint of the lowest validation loss too, as checkpoints/best."
     )
-    callback: tuple[str, ...] = Field(
+    callback: Names = Field(
         (), description="Classes of your own that take part in the run, each as module:Class; none: ours alone."
     )
     out: Free[str] = Field("", description="Run folder; empty: runs/MODEL-DATA-STRATEGY.")
@@ -194,12 +194,6 @@ class TrainConfig(EngineConfig, RunTables):
     resume: Free[str] = Field(
         "none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_callback(cls, raw: Any) -> Any:
-        one = isinstance(raw, Mapping) and isinstance(raw.get("callback"), str)
-        return {**raw, "callback": [raw["callback"]]} if one else raw
 
     @model_validator(mode="after")
     def _callbacks_are_addresses(self) -> Self:
@@ -332,10 +326,9 @@ class TrainConfig(EngineConfig, RunTables):
 
     def _strategy_has_them(self) -> None:
         """Check the settings that only some strategies have."""
-        name, entry, fields = self.strategy, strategy_entry(self.strategy), type(self).model_fields
+        name, entry = self.strategy, strategy_entry(self.strategy)
         what = f"{name} does not use zeroshard's engine, and only that has this setting"
-        of_engine = ("prefetch", "accumulate", "reduce_dtype")
-        rows = [(field, getattr(self, field) != fields[field].default, "planned", what) for field in of_engine]
+        rows = [(field, True, "planned", what) for field in self.changed("prefetch", "accumulate", "reduce_dtype")]
         what = f"{name} keeps unsharded weights all the time"
         rows.append(("reshard_after_forward", not self.reshard_after_forward, "frees_weights", what))
         needs = "matrices" if self.optimizer == "muon" else "blocks of parameters"

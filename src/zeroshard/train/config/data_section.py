@@ -96,15 +96,10 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _fits_its_format(self) -> Self:
-        fields = type(self).model_fields
-        given = {name for name in fields if getattr(self, name) != fields[name].default}
-        wrong = next(
-            (name for name, formats in _OF_FORMATS.items() if name in given and self.format not in formats), ""
-        )
-        if wrong:
-            formats = " or ".join(_OF_FORMATS[wrong])
-            what = f"is given, and data.format is {self.format}"
-            raise UserError(f"data.{wrong}", what, f"leave it out, or add --data.format {formats}")
+        for name in self.changed(*_OF_FORMATS):
+            if self.format not in _OF_FORMATS[name]:
+                todo = f"leave it out, or add --data.format {' or '.join(_OF_FORMATS[name])}"
+                raise UserError(f"data.{name}", f"is given, and data.format is {self.format}", todo)
         return self
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,8 @@ HUGGING_FACE = ("attention", "from_config", "trust_remote_code", "config_json") 
 
 class ModelConfig(Config):
     """Which model: a preset by name, and sizes that replace the preset's."""
+
+    shorthand = SHORTHANDS["model"]
 
     name: str = Field(
         "gpt2-demo",
@@ -56,15 +58,9 @@ class ModelConfig(Config):
         "", description="hf: the model's config.json as text, which a run keeps; empty: as folder or hub have it."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, raw: Any) -> Any:
-        return {SHORTHANDS["model"]: raw} if isinstance(raw, str) else raw
-
     @model_validator(mode="after")
     def _hugging_face_alone(self) -> Self:
-        fields = type(self).model_fields
-        given = [name for name in HUGGING_FACE if getattr(self, name) != fields[name].default]
+        given = self.changed(*HUGGING_FACE)
         if given and not is_hugging_face(self.name):
             what = f"is given, and {self.name} is no model of transformers"
             raise UserError(f"model.{given[0]}", what, "leave it out, or name a model as hf:FOLDER or hf:OWNER/NAME")

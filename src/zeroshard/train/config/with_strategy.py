@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from zeroshard.host.errors import UserError
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
 from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.wire import WireConfig
-
-if TYPE_CHECKING:
-    from zeroshard.train.config.config import TrainConfig
 
 
 def check_wire(wire: WireConfig, strategy: str) -> None:
@@ -40,8 +37,8 @@ def check_offload(offload: OffloadConfig, strategy: str, *, local_steps: bool) -
         raise UserError("offload.state", what, todo)
 
 
-def check_local_steps_settings(config: TrainConfig) -> None:
-    """Raise UserError if local steps are on and another setting of the run does not work with them."""
+def check_local_steps_settings(config: Any) -> None:
+    """Raise UserError if another setting of ``config``, the `TrainConfig`, does not work with its local steps."""
     if not config.local_steps.on:
         return
     strategy, entry = config.strategy, strategy_entry(config.strategy)
