@@ -3,7 +3,7 @@
 All randomness of a step is a pure function of (seed, step, rank), so a resumed run has no random state to restore.
 
 [Note: Reproducible]
-    With ``reproducible`` (the same bits on any number of ranks), randomness is instead a function of (seed, step,
+    With exact sums (the same bits on any number of ranks), randomness is instead a function of (seed, step,
     micro-batch), where micro-batches are counted over all ranks. The mean loss is the exact sum of all micro-batches'
     losses, rounded once, divided by their number. In float16 the rounding of a gradient depends on the factor of its
     loss, so each loss is divided by the same number as on one rank.
@@ -134,7 +134,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _agree(run: Run, losses: Tensor, grad_norm: Tensor, stop: int) -> tuple[float, float, ExitStatus]:
     """Return the mean loss over the ranks that take this step together, the gradient norm, and whether and why to stop.
 
-    This is one all-reduce of 24 bytes; with ``reproducible`` an all-gather of every micro-batch's loss. All ranks
+    This is one all-reduce of 24 bytes; with exact sums an all-gather of every micro-batch's loss. All ranks
     already have the norm, which is read together with the result: [Note: The one read].
     """
     preempted = stop == signal.SIGUSR1
