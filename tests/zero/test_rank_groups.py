@@ -128,9 +128,9 @@ def test_between_the_two_sums_a_late_gradient_issues_nothing_and_spoils_nothing(
         if comm.rank == 3:  # alone: any collective here would wait for ever
             grads.accumulate(1, torch.full((4,), 8.0))
             grads.accumulate(1, torch.full((4,), 8.0))
-        grads.reduce_across()
+        grads.issue()
         grads.reduce()
-        grads.reduce_across()
+        grads.issue()
         grads.wait_for_reduce()
         return grads.reduced.tolist()
 

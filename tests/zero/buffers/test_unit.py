@@ -28,7 +28,8 @@ def _unit(stage=3, precision=None):
 
 def test_weights_are_unsharded_between_unshard_and_reshard():
     unit = _unit()
-    unit.unshard()
+    for each in unit.groups:
+        each.params.unshard()
     unit.wait_for_unshard()
     assert all(group.params.full_bytes for group in unit.groups)
     unit.reshard()
@@ -69,7 +70,8 @@ def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, pr
         masters = _masters(unit)
         assert all(torch.equal(masters[name], value) for name, value in values.items())
         assert {name: masters[name].dtype for name in values} == {name: value.dtype for name, value in values.items()}
-        unit.unshard()
+        for each in unit.groups:
+            each.params.unshard()
         unit.wait_for_unshard()
         compute = {name: precision.compute_dtype(value.dtype) for name, value in values.items()}
         assert all(torch.equal(param, values[name].to(compute[name])) for name, param in params)

@@ -235,7 +235,7 @@ def test_a_step_leaves_weights_stale_and_graphs_from_before_it_useless():
     _loss(net, 0, 0).backward()
     optim.step()
     optim.zero_grad()
-    assert not engine.passes.root.groups[0].params.readable
+    assert not engine.passes.root.groups[0].params.state.readable
     assert not any(any(group.grads.used) for group in engine.passes.groups())
     assert all(piece.grad is None for group in engine.passes.groups() for piece in group.shards)
     assert net.unused._version == version

@@ -75,7 +75,7 @@ def test_the_state_says_what_is_in_memory_and_what_parameters_show(row):
         weights, states = _weights(comm, int(stage), precision), []
         for happens in [lambda weights: None, *life]:
             happens(weights)
-            assert weights.visible is not all(param.isnan().all() for param in weights.params)
+            assert weights.state.visible is not all(param.isnan().all() for param in weights.params)
             assert bool(weights.full.untyped_storage().nbytes()) is (weights.state is not WeightState.SHARDED)
             states.append(weights.state.name)
         weights.unshard()
@@ -98,7 +98,7 @@ def test_a_gather_that_failed_is_not_shown_and_is_issued_again():
         with pytest.raises(ConnectionError):
             weights.wait_for_unshard()
         work.wait()
-        assert not weights.readable
+        assert not weights.state.readable
         assert all(param.isnan().all() for param in weights.params)
         weights.unshard()
         weights.wait_for_unshard()

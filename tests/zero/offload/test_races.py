@@ -20,7 +20,7 @@ from zero.offload.lanes import Lanes
 from zeroshard.comm import streams
 from zeroshard.comm.base import DONE
 from zeroshard.zero import STAGES, MixedPrecision, Offload, Zero
-from zeroshard.zero.guards import collective_order
+from zeroshard.zero.core import passes
 from zeroshard.zero.offload import grad_slots, host_grads, host_params, placement, rank_files, staging
 
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
@@ -122,8 +122,8 @@ def _train(
     device = Bus()
     made = streams.DeviceStreams(CUDA, device)
     monkeypatch.setattr(streams.ByDevice, "__getitem__", lambda self, key: made)
-    monkeypatch.setattr(collective_order, "maxima", lambda comm, values: list(values))
-    monkeypatch.setattr(collective_order.CollectiveOrder, "agree_on_units", lambda self, units, ran: units)
+    monkeypatch.setattr(passes, "maxima", lambda comm, values: list(values))
+    monkeypatch.setattr(passes, "agreed_order", lambda comm, units, ran: units)
     monkeypatch.setattr(hazards, "_tensors", tensors)
     lanes = Lanes(device)
     lanes.patch(monkeypatch, placement)

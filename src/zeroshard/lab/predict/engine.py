@@ -367,7 +367,7 @@ class _Guard:
         """One, not set."""
         return [False]
 
-    def agreed(self, votes: list[bool]) -> None:
+    def agreed(self, votes: list[int]) -> None:
         """Nothing was found."""
 
 

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -92,7 +93,6 @@ class FlatParams(Weights):
     reads: Reads = Reads()
     absent: frozenset[nn.Parameter] = frozenset()
     has_pieces = True
-    _is_complete = False
 
     def __init__(
         self,
@@ -120,14 +120,9 @@ class FlatParams(Weights):
         self._remembers = several and on_host and not self.shard_params
         if self._remembers:
             self._remember_values()
-        self._is_complete = True
+        self.watch = weakref.proxy(self)  # now that they are complete; a reference would wait for the collector
 
     # -- the life of weights ------------------------------------------------------------------------------------
-
-    @property
-    def watch(self) -> FlatParams | None:  # ty: ignore[incompatible-property-override] -- nobody assigns it
-        """These weights themselves, once they are complete; as an attribute they would wait for the collector."""
-        return self if self._is_complete else None
 
     def before_gather(self) -> None:
         """Keep or refuse what was written, because the gather writes over it."""
@@ -135,20 +130,12 @@ class FlatParams(Weights):
             self.changes.refuse_touched(self.name, self._hidden, self.placeholder)
         elif self.state.readable:
             self.take_changes()
-
-    def gather_issued(self) -> None:
-        """Count writes from here on, if nothing is to be waited for."""
-        if not self.state.in_flight:
-            self.show_as_current()
         if self._remembers:
-            self._remember_values()
-
-    def before_arrival(self) -> None:
-        """Until now reads were watched: they find NaN, or values that are being replaced."""
-        self.show_as_current()
+            self.changes.remember(None)
 
     def arrived(self, *, hidden: bool) -> None:
-        """Count writes into the parameters from now on."""
+        """Count writes into the parameters from now on. Until now reads were watched: they found NaN, or old values."""
+        self.show_as_current()
         if hidden:
             self.changes.accept()
         if self._remembers:
@@ -176,8 +163,7 @@ class FlatParams(Weights):
         """Have reads watched, if parameters show old values."""
         if self._remembers:
             self._remember_values()
-        if self.state.stale:
-            self.reads.watch(self)
+        self.watch_reads()
 
     def before_read(self) -> None:
         """Have the master take what was written into the weights."""

@@ -97,7 +97,7 @@ def _weights(unit: str, group: FlatGroup) -> Iterator[Holding]:
     if not params.shard_params:
         yield Holding("params", unit, params.full)
     else:
-        yield Holding("prefetch" if params.gather_in_flight else "unit_buffers", unit, params.full)
+        yield Holding("prefetch" if params.state.in_flight else "unit_buffers", unit, params.full)
     yield from (Holding("prefetch", unit, tensor) for tensor in params.transport.in_flight)
     yield from (Holding("params", unit, tensor) for tensor in params.transport.resident)
     yield Holding(group.master_category, unit, params.master_now)

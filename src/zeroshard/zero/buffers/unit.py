@@ -145,12 +145,6 @@ class FlatGroup(Group):
             param.data = view
         return named
 
-    def hide_grads(self, slots: set[int]) -> None:
-        """Set ``grad`` of the optimizer's pieces of these slots to None, as their gradients are cleared."""
-        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
-            if piece.slot in slots:
-                shard.grad = None
-
 
 def _continue_rounding(group: FlatGroup, before: FlatGroup) -> None:
     """Number stochastic roundings on as ``before``, a group of the same parameters in another layout or stage."""

@@ -1,17 +1,17 @@
-"""A forward of the model, and which forwards a backward goes through."""
+"""A forward of the model, and the forwards whose backward may still come."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from zeroshard.comm import Communicator
 from zeroshard.host.torch_internals import version_of
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.core.agreement import Agreement
 
 
 class Forward:
@@ -57,40 +57,56 @@ def _teller() -> Callable[[list[Callable[[Tensor], None]], Tensor], None]:
     return uncompiled(_tell)
 
 
-class Forwards(Protocol):
-    """The forwards that have been run: `zeroshard.zero.runtime.forwards` has those of which several may be pending."""
-
-    def begin(self, *, grads: bool) -> Forward:
-        """Begin another forward, because the model is called; ``grads``: whether a backward may follow."""
-        ...
-
-    def of_backward(self, begun: Forward | None, agree: Agreement | None) -> list[Forward]:
-        """The forwards that a backward goes through, the latest first.
-
-        Args:
-            begun: the forward whose outputs got gradients first, if known.
-            agree: through what ranks agree on them; None: each may decide by itself.
-        """
-        ...
-
-    def forget(self, indices: list[int] | None) -> None:
-        """Expect no backward of these forwards any more, by their numbers; None: of any forward."""
+OfSeveral = Callable[["Forwards", Forward, Communicator | None], list[Forward]]
 
 
-class LastForward:
-    """The plain member: a backward goes through one forward, if not known otherwise the last."""
+class Forwards:
+    """The forwards that have been run; `outstanding` has equally many entries on every rank.
+
+    Attributes:
+        current: the forward that is running, or the last one.
+        outstanding: the numbers of the forwards whose backward may still come, in order.
+        several: of several that are outstanding, those that a backward goes through, the latest first, by the one whose
+            outputs got gradients first and, if ranks must agree, their communicator; None: that one alone.
+    """
 
     def __init__(self) -> None:
         self.current = Forward()
+        self.outstanding: list[int] = []
+        self.several: OfSeveral | None = None
+        self._graphs: dict[int, weakref.ref[Forward]] = {}
 
     def begin(self, *, grads: bool) -> Forward:
-        """Begin another forward."""
+        """Begin another forward, because the model is called; ``grads``: whether a backward may follow."""
+        self.current.ends()
         self.current = Forward(self.current.index + 1)
+        if grads:
+            self.outstanding.append(self.current.index)
+            self._graphs[self.current.index] = weakref.ref(self.current)
         return self.current
 
-    def of_backward(self, begun: Forward | None, agree: Agreement | None) -> list[Forward]:
-        """The one that is ``begun``."""
-        return [begun or self.current]
+    def find(self, index: int) -> Forward | None:
+        """The forward with that number, if its graph is left on this rank; `current` counts as having one."""
+        return self.current if index == self.current.index else self._graphs.get(index, lambda: None)()
 
-    def forget(self, indices: list[int] | None) -> None:
-        """Nothing, as nothing is kept."""
+    def of_backward(self, begun: Forward | None, comm: Communicator | None) -> list[Forward]:
+        """The forwards that a backward goes through, the latest first. Collective if several may be, with ``comm``.
+
+        Args:
+            begun: the forward whose outputs got gradients first, if known.
+            comm: the ranks that must agree; None: each may decide by itself.
+        """
+        if begun is None:
+            index = self.outstanding[-1] if self.outstanding else self.current.index
+            begun = self.find(index) or Forward(index)
+        if len(self.outstanding) <= 1 or self.several is None:
+            return [begun]
+        return self.several(self, begun, comm)
+
+    def forget(self, indices: list[int] | None = None) -> None:
+        """Expect no backward of these forwards any more, by their numbers; None: of any forward."""
+        gone = {self.current.index, *self.outstanding} if indices is None else set(indices)
+        for forward in filter(None, map(self.find, gone)):
+            forward.calls.clear()
+        self.outstanding = [index for index in self.outstanding if index not in gone]
+        self._graphs = {index: ref for index, ref in self._graphs.items() if index not in gone}

@@ -14,7 +14,7 @@ bfloat16 if that is what travels. The `grads` column of the stage table says whi
 
 [Note: Several collectives]
     With replicas an all-reduce of the shard over the replicate group follows the reduce-scatter. It is issued when that
-    is done, at the same place in every rank's order: `reduce_across`. If a gradient arrives between, the sum moves out.
+    is done, at the same place in every rank's order: `issue`. If a gradient arrives between, the sum moves out.
 
 [Note: Unused parameters]
     They contribute zeros. Ranks agree once per backward which had a gradient on any rank; the others' stays None.
@@ -129,9 +129,9 @@ class Gradients:
         self._small = SmallGrads(layout, reduce_dtype)
         self._local: Tensor | None = None
         self._views: list[Tensor] = []  # of the local buffer, by slot
-        self._reduction: GradientReduction | None = None  # the one in flight; while it is, these two are set:
+        self._reduction: GradientReduction | None = None  # the one in flight; while it is, this is set:
         self._arriving: Tensor
-        self._work: Work
+        self._work: Work | None = None  # of its last collective
         self._streams: Streams = NO_STREAMS
 
     def use_streams(self, streams: Streams) -> None:
@@ -227,7 +227,7 @@ class Gradients:
     def _vacate_local(self) -> None:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
         if self._reduction is not None:
-            if self._reduction.num_left:  # [Note: Several collectives]
+            if self._reduction.num_left and self._work is not None:  # [Note: Several collectives]
                 self._work.wait()
                 self._arriving = self._out_of_local(self._arriving)
                 return
@@ -237,16 +237,33 @@ class Gradients:
 
     # -- the mean over ranks ---------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective."""
+    def reduce(self) -> bool:
+        """Start the reduction of the local buffer, with zeros for parameters without a gradient. Collective.
+
+        Returns whether it has more collectives, each of which `issue` issues.
+        """
         self.wait_for_reduce()
         self._vacate_local()
         local = self._complete()
         self._arriving = self._target(local)
         with labelled(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
-            reduction = self.reducer.begin(local)
+            self._reduction = self.reducer.begin(local)  # behind the kernels that have written the local buffer
+        return self.issue()
+
+    def issue(self) -> bool:
+        """Issue the next collective of the reduction in flight, if one is left; return whether more are. Collective.
+
+        A further one reads what the one before it has written, so its stream waits for that; the host does not, nor
+        does the stream that computes: [Note: Several collectives].
+        """
+        reduction, before = self._reduction, self._work
+        if reduction is None or not reduction.num_left:
+            return False
+        with labelled(f"{self.name}/grads"), self._streams.on("reduce" if before is None else "replicate"):
+            if before is not None:
+                before.wait()
             self._work = self._streams.issued(reduction.issue(self._arriving))
-        self._reduction = reduction
+        return reduction.num_left > 0
 
     def _complete(self) -> Tensor:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
@@ -277,29 +294,17 @@ class Gradients:
             return part
         return empty_for(self._arrives_for, part.numel(), self.reduced_dtype, part.device)
 
-    @property
-    def has_collectives_left(self) -> bool:
-        """Whether the reduction in flight still has collectives to issue, by `reduce_across`."""
-        return self._reduction is not None and self._reduction.num_left > 0
-
-    def reduce_across(self) -> None:
-        """Issue the next collective of the reduction in flight, if any: [Note: Several collectives]. Collective."""
-        if self._reduction is None or not self._reduction.num_left:
-            return
-        with labelled(f"{self.name}/grads"), self._streams.on("replicate"):
-            self._work.wait()
-            self._work = self._streams.issued(self._reduction.issue(self._arriving))
-
     def wait_for_reduce(self) -> None:
         """Finish the reduction in flight, if any, and add its result to `reduced`."""
         if self._reduction is None:
             return
         while self._reduction.num_left:
-            self.reduce_across()
-        self._work.wait()
+            self.issue()
+        assert self._work is not None
+        self._work.wait()  # the result is read next, and the local buffer freed
         self._reduction.deliver(self._arriving)
-        arrived, self._reduction = self._arriving, None
-        del self._arriving, self._work
+        arrived, self._reduction, self._work = self._arriving, None, None
+        del self._arriving
         if self.away is None:
             self.keep_here(arrived)
         else:

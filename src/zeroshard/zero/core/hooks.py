@@ -33,32 +33,17 @@ from zeroshard.host.torch_internals import at_end_of_backward, base_of, in_backw
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.core.forward import Forward
 from zeroshard.zero.core.tensors import cast, tensors_in
+from zeroshard.zero.core.units import Unit
+from zeroshard.zero.core.weights import UNSHARDED
 
 NO_COPY = (
     "copy.deepcopy(model): the copy would drive this model's engine; copy it before Zero(), "
     "use zero.ema() for an average of its weights, or load zero.state_dict() into a new one"
 )
-
-
-class HookedUnit(Protocol):
-    """A unit, as far as hooks know it."""
-
-    name: str
-    module: nn.Module
-
-    @property
-    def gather_in_flight(self) -> bool:
-        """As of a `Unit`."""
-        ...
-
-    @property
-    def readable(self) -> bool:
-        """As of a `Unit`."""
-        ...
-
-    def trained_groups(self) -> list[Any]:
-        """As of a `Unit`."""
-        ...
+NOT_IN_TRANSFORM = (
+    "{}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
+    "call the transform inside zero.full_params()"
+)
 
 
 class Listener(Protocol):
@@ -95,7 +80,7 @@ class Listener(Protocol):
 class UnitHooks:
     """The hooks of one unit's module; ``cast``: the dtype that floating-point inputs are cast to, or None."""
 
-    def __init__(self, unit: HookedUnit, passes: Listener, cast: torch.dtype | None = None) -> None:
+    def __init__(self, unit: Unit[Any], passes: Listener, cast: torch.dtype | None = None) -> None:
         self.unit, self.passes, self.cast = unit, passes, cast
 
     def attach(self) -> list[Any]:
@@ -110,7 +95,8 @@ class UnitHooks:
         """Before forward: report it, and hook the inputs, whose gradients end the backward."""
         unit, passes = self.unit, self.passes
         if in_transform():  # [Note: Transforms]
-            require_readable(unit)
+            if not all(group.params.state is UNSHARDED for group in unit.groups):
+                raise RuntimeError(NOT_IN_TRANSFORM.format(unit.name))
         else:
             passes.pre_forward(unit)
             if torch.is_grad_enabled() and not in_backward():
@@ -149,15 +135,6 @@ class UnitHooks:
     def _begins_nested(self) -> None:
         self.passes.pre_backward(self.unit, None)
         at_end_of_backward(uncompiled(lambda: self.passes.post_backward(self.unit, None)))
-
-
-def require_readable(unit: HookedUnit) -> None:
-    """Raise RuntimeError if a unit that is called in a transform would have to gather its weights."""
-    if unit.gather_in_flight or not unit.readable:
-        raise RuntimeError(
-            f"{unit.name}: weights cannot be gathered inside a transform of torch.func (grad, vmap, jvp); "
-            "call the transform inside zero.full_params()"
-        )
 
 
 def once_per_pass(passes: Listener, event: Callable[[], None]) -> Callable[[Tensor], None]:
@@ -215,7 +192,7 @@ def _with_bases(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Ten
     return found + [base for base in bases if base.grad_fn is not None and id(base) not in given]
 
 
-def _outliving(passes: Listener, unit: HookedUnit, output: Any) -> Any:
+def _outliving(passes: Listener, unit: Unit[Any], output: Any) -> Any:
     """Return ``output`` with clones of tensors that share storage with the unit's weights, which will be freed.
 
     Raises:
@@ -237,44 +214,41 @@ def _outliving(passes: Listener, unit: HookedUnit, output: Any) -> Any:
 # -- gradients ------------------------------------------------------------------------------------------------------
 
 
-class GradTaker(Protocol):
-    """What a parameter shows as its ``grad``: it takes the gradient that autograd has left there off it."""
+class ShownGrad(Protocol):
+    """What a parameter shows as its ``grad`` while it has one: `zeroshard.zero.runtime.grad_hooks`.
+
+    Attributes:
+        grad: it.
+    """
+
+    grad: Any
 
     def take(self, param: Tensor) -> Tensor:
-        """Return it, and take it off ``param.grad``."""
+        """Return the gradient that autograd has left in, or added to, ``param.grad``; neither is left there."""
         ...
 
-    def show(self) -> None:
-        """It is in the flat buffer."""
 
+def take_gradient(passes: Any, group: Any, slot: int, param: Tensor, shown: ShownGrad | None = None) -> Any:
+    """Have a trained parameter's gradient moved to its flat buffer once autograd has it; returns a handle.
 
-class ShowsNothing:
-    """The plain member: ``param.grad`` stays None."""
-
-    def take(self, param: Tensor) -> Tensor:
-        """Return ``param.grad``, which is None from now on."""
-        grad, param.grad = param.grad, None
-        assert grad is not None
-        return grad
-
-    def show(self) -> None:
-        """Nothing."""
-
-
-NOTHING = ShowsNothing()
-
-
-def take_gradient(passes: Any, group: Any, slot: int, param: Tensor, shown: GradTaker = NOTHING) -> Any:
-    """Have a trained parameter's gradient moved to its flat buffer once autograd has it; returns a handle."""
+    ``shown``: what ``param.grad`` is from then on; None: it stays None.
+    """
     # Weak references: the garbage collector cannot follow a parameter's hooks. The module's hooks keep us alive.
-    passes_ref, group_ref, shown_ref = weakref.ref(passes), weakref.ref(group), weakref.ref(shown)
+    passes_ref, group_ref = weakref.ref(passes), weakref.ref(group)
+    shown_ref = None if shown is None else weakref.ref(shown)
+    shape, dtype = group.params.layout.slots[slot].shape, param.dtype
 
     def move_to_buffer(param: Tensor) -> None:
-        passes, group, shown = passes_ref(), group_ref(), shown_ref()
-        assert passes is not None and group is not None and shown is not None  # noqa: PT018
-        grad = shown.take(param)
+        passes, group, shown = passes_ref(), group_ref(), None if shown_ref is None else shown_ref()
+        assert passes is not None and group is not None  # noqa: PT018
+        grad: Any = param.grad
+        if shown is not None and (type(grad) is not Tensor or grad.dtype != dtype or grad.shape != shape):
+            grad = shown.take(param)
+        else:
+            param.grad = None  # before a backward begins, which applies what users have assigned there
         passes.expect_grad(group)
         group.grads.accumulate(slot, grad)
-        shown.show()
+        if shown is not None:
+            param.grad = shown.grad
 
     return param.register_post_accumulate_grad_hook(uncompiled(move_to_buffer))

@@ -132,10 +132,7 @@ class PieceOptimizer(Generic[AnyGroup]):
             self.listener.clear_grads(self.members, set_to_none=set_to_none)
             return
         for group, slots in self.slots.items():
-            group.grads.clear(slots)
-            group.unreduced = group.unreduced and len(slots) < len(group.params.params)
-        for piece in chain.from_iterable(self.pieces):
-            piece.grad = None
+            group.clear_grads(slots)
 
 
 def pieces_in(group: Group, slot: int) -> list[tuple[Piece, nn.Parameter]]:

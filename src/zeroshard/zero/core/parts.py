@@ -67,11 +67,11 @@ class LocalGrads(Protocol):
 
 
 class Voter(Protocol):
-    """Has flags of its own in the message by which ranks agree at the end of a backward."""
+    """Has bytes of its own in the message by which ranks agree at the end of a backward."""
 
-    def votes(self) -> list[bool]:
-        """This rank's flags, equally many on every rank."""
+    def votes(self) -> Sequence[int]:
+        """This rank's bytes (flags, say), equally many on every rank."""
         ...
 
-    def agreed(self, votes: list[bool]) -> None:
-        """For each flag, whether any rank has set it. May be collective."""
+    def agreed(self, votes: list[int]) -> None:
+        """The maxima of these over ranks: for a flag, whether any rank has set it. May be collective, and may raise."""

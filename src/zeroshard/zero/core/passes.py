@@ -38,21 +38,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zeroshard.comm.agree import maxima
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import ByDevice
-from zeroshard.host.torch_internals import at_end_of_backward, in_backward, is_functorch_wrapped_tensor, storage_id
+from zeroshard.host.torch_internals import (
+    as_plain,
+    at_end_of_backward,
+    in_backward,
+    is_functorch_wrapped_tensor,
+    storage_id,
+)
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.core.agreement import Agreement
 from zeroshard.zero.core.backward_pass import BackwardPass
-from zeroshard.zero.core.forward import Forward, Forwards, LastForward
+from zeroshard.zero.core.forward import Forward, Forwards
 from zeroshard.zero.core.parts import GradSink, LocalGrads, NestedUnits, PassObserver, Voter
 from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.core.schedule import ROOT, Op, backward_ops
+from zeroshard.zero.core.schedule import ROOT, Op, agreed_order, backward_ops
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.core.units import AnyGroup, Unit
 
@@ -76,10 +83,11 @@ class Passes(Generic[AnyGroup]):
         gathers_behind: whether a unit is gathered once the device has the forward of the one before: [Note: Behind].
         grads_leave: whether reduced gradients leave the device, so that local ones are freed unit by unit at any stage.
         called_by_parts: units of which only submodules were called in this forward: no hook frees their weights.
+        trained: for each unit, the groups that take gradients in the backward that is running, or was last.
 
     Parts, of which the plain ones are None, or are made here:
-        collectives: through which ranks agree on orders and flags.
         forwards: which forwards a backward goes through.
+        note_gather: is told that this rank has issued a gather of a unit's weights.
         shown: what parameters show as ``grad``.
         nested: units inside of other units.
         buffers: the model's buffers that forwards change.
@@ -104,9 +112,9 @@ class Passes(Generic[AnyGroup]):
         self.rank_groups, self.comm = ranks, ranks.world
         self.sync, self.unreduced = True, False
         self.pinned = self.keep_unsharded_for_graph = False
-        self.forward, self.backward = Forward(), self._no_pass()
-        self.collectives: Agreement = Agreement(ranks)
-        self.forwards: Forwards = LastForward()
+        self.forwards = Forwards()
+        self.forward, self.backward = self.forwards.current, self._no_pass()
+        self.note_gather: Callable[[Unit[AnyGroup]], object] | None = None
         self.shown: GradSink | None = None
         self.nested: NestedUnits | None = None
         self.buffers, self._buffers_changed = buffers, list[bool]()
@@ -115,6 +123,7 @@ class Passes(Generic[AnyGroup]):
         self.local_grads: LocalGrads | None = None
         self.voters: list[Voter] = []
         self.called_by_parts: dict[Unit[AnyGroup], None] = {}
+        self.trained: dict[Unit[AnyGroup], list[AnyGroup]] = {}
         self._order_agreed = not units
         self._ran: dict[Unit[AnyGroup], None] = {}  # units in order of their first call in the forward
         self._num_gathered = len(units)  # how many units of the order the forward has gathered
@@ -165,6 +174,15 @@ class Passes(Generic[AnyGroup]):
         """Every flat group, unit by unit."""
         return [group for unit in self.all_units() for group in unit.groups]
 
+    def drop_grads(self, params: set[nn.Parameter] | None) -> None:
+        """Drop the gradients of these parameters; None: of all."""
+        for group in self.groups():
+            of_group = group.params.params
+            slots = set(range(len(of_group))) if params is None else {i for i, p in enumerate(of_group) if p in params}
+            if slots:
+                group.clear_grads(slots)
+        self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
+
     # -- unsharded weights ------------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit[AnyGroup], *, wait: bool = False, again: bool = False) -> None:
@@ -173,11 +191,13 @@ class Passes(Generic[AnyGroup]):
         ``again``: even if they are current, as other ranks may lack them. While all are pinned no rank does, and what
         the user has written there must neither be gathered over nor kept.
         """
-        if unit.unshard(again=again and not self.pinned) and self.shard_params:
-            for group in unit.groups:
-                if group.params.sends:
-                    self.collectives.note_gather(unit)
-                    break
+        sent, again = False, again and not self.pinned
+        for group in unit.groups:
+            params = group.params
+            if again or not params.state.readable:
+                sent = (params.unshard(again=again) and params.sends) or sent
+        if sent and self.note_gather is not None:
+            self.note_gather(unit)
         if wait:  # the module's kernels, or backward's, read the weights next; until here computation went on
             unit.wait_for_unshard()
 
@@ -339,12 +359,14 @@ class Passes(Generic[AnyGroup]):
             self.shown.apply_assigned_grads()
         if not self._order_agreed:
             # Units may be registered in another order than they run in: follow the one of rank 0's forward from now on.
-            self.order = self.collectives.agree_on_units(self.units, list(self._ran))
+            self.order = agreed_order(self.comm, self.units, list(self._ran))
             self._order_agreed = True
-        forwards = self.forwards.of_backward(forward, self.collectives if self.shard_params else None)
+        forwards = self.forwards.of_backward(forward, self.rank_groups.shard_group if self.shard_params else None)
         ops = backward_ops(len(self.order), prefetch=self.prefetch, gather=self.shard_params)
         self.backward = backward = BackwardPass(ops, forwards, self.order, self._take)
         self.keep_unsharded_for_graph |= backward.creates_graph
+        with as_plain():  # asked once for the pass, of parameters whose reads may be watched
+            self.trained = {unit: unit.trained_groups() for unit in self.all_units()}
         self._looked_at = self.local_grads.units() if self.local_grads is not None and self.sync else set()
         for unit in backward.called_again if self.shard_params else ():
             self.unshard(unit)  # before the schedule, which has one place for each unit
@@ -393,7 +415,7 @@ class Passes(Generic[AnyGroup]):
     def _finish_older_reductions(self) -> None:
         """Wait for all reductions but the newest, because a gather is about to be issued: [Note: Ahead of a gather]."""
         # If the newest has collectives left, the one before has only just issued its last.
-        if not self._in_flight[-1].has_collectives_left:
+        if self._in_flight[-1] not in self._unfinished:
             while len(self._in_flight) > 1:
                 self._in_flight.pop(0).wait_for_reduce()
 
@@ -401,20 +423,26 @@ class Passes(Generic[AnyGroup]):
         if self.sync:
             if unit in self._looked_at and self.local_grads is not None:
                 self.local_grads.before_reduce(unit)
-            unit.reduce()
-            if self._unfinished:
-                self._reduce_across()  # for earlier units: their first collective has had time to finish
-            if unit.has_collectives_left:
-                self._unfinished.append(unit)
+            earlier = list(self._unfinished)
+            self._begin_reduction(unit, self.trained[unit])
+            self._issue(earlier)  # their first collective has had time to finish
             self._in_flight.append(unit)
             if self.shard_grads and len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
                 self._in_flight.pop(0).wait_for_reduce()  # and free its local gradients
         self.reshard(unit)
 
-    def _reduce_across(self) -> None:
-        for unit in self._unfinished:
-            unit.reduce_across()
-        self._unfinished = [unit for unit in self._unfinished if unit.has_collectives_left]
+    def _begin_reduction(self, unit: Unit[AnyGroup], groups: list[AnyGroup]) -> None:
+        """Start to reduce the gradients of these groups, used or not: every rank reduces the same. Collective."""
+        more = [group.grads.reduce() for group in groups]
+        if any(more):
+            self._unfinished.append(unit)
+
+    def _issue(self, units: list[Unit[AnyGroup]]) -> None:
+        """Issue the next collective of these units' reductions, over replicas, say, in the order of `_reduce`."""
+        for unit in units:
+            more = [group.grads.issue() for group in unit.groups]
+            if not any(more):
+                self._unfinished.remove(unit)
 
     def _end_backward(self) -> None:
         backward = self.backward
@@ -424,10 +452,10 @@ class Passes(Generic[AnyGroup]):
             if self.sync:
                 self._finish_reductions()
             self._forget_backward()
-            for unit in self.all_units():
+            for unit, trained in self.trained.items():
                 self.reshard(unit)
-                for group in unit.groups:
-                    group.unreduced = not self.sync and (group.trained or group.unreduced)
+                for group in trained:
+                    group.unreduced = not self.sync
                     if self.sync and any(group.grads.used):
                         group.expose_grads()
         except BaseException:
@@ -440,19 +468,18 @@ class Passes(Generic[AnyGroup]):
     def _finish_reductions(self) -> None:
         """Agree on who had gradients ([Note: Unused parameters] in `gradients`), reduce late ones, wait. Collective."""
         while self._unfinished:
-            self._reduce_across()
-        units = [(unit, groups) for unit in self.all_units() if (groups := unit.trained_groups())]
+            self._issue(list(self._unfinished))
+        units = [(unit, groups) for unit, groups in self.trained.items() if groups]
         trained = [group for _, groups in units for group in groups]
-        late = [any(group.grads.pending for group in unit.groups) for unit, _ in units]
-        flags = iter(self._agree_on_flags([flag for group in trained for flag in group.grads.used] + late))
+        late = [any(chain.from_iterable(group.grads.written for group in groups)) for _, groups in units]
+        flags = iter(self._agree([flag for group in trained for flag in group.grads.used] + late))
         for group in trained:
             group.grads.used = [next(flags) for _ in group.grads.used]
-        for (unit, _), is_late in zip(units, flags, strict=True):
+        for (unit, groups), is_late in zip(units, flags, strict=True):
             if is_late:
-                unit.reduce()
-        self._unfinished = [unit for unit, _ in units if unit.has_collectives_left]
+                self._begin_reduction(unit, groups)
         while self._unfinished:
-            self._reduce_across()
+            self._issue(list(self._unfinished))
         for group in trained:
             group.grads.wait_for_reduce()
             group.grads.num_backwards += 1
@@ -460,17 +487,17 @@ class Passes(Generic[AnyGroup]):
         if self.buffers is not None:
             self.buffers.sync(self._buffers_changed)
 
-    def _agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether any rank has set it; and whatever else ranks vote on. Collective."""
+    def _agree(self, flags: list[bool]) -> list[bool]:
+        """For each flag, whether any rank has set it; and whatever else ranks vote on, in one message. Collective."""
         votes = [each.votes() for each in self.voters]
         changed = [] if self.buffers is None else self.buffers.changed()
-        agreed = self.collectives.agree_on_flags([*flags, *(vote for own in votes for vote in own), *changed])
+        agreed = maxima(self.comm, [*flags, *chain.from_iterable(votes), *changed])
         end = len(flags)
         for voter, own in zip(self.voters, votes, strict=True):
             voter.agreed(agreed[end : end + len(own)])
             end += len(own)
-        self._buffers_changed = agreed[end:]
-        return agreed[: len(flags)]
+        self._buffers_changed = list(map(bool, agreed[end:]))
+        return list(map(bool, agreed[: len(flags)]))
 
     def _forget_backward(self) -> None:
         """End the backward pass; after a failure expect no backward of the other forwards either."""

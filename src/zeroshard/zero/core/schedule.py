@@ -18,9 +18,23 @@ The gather of unit 3 sends nothing: forward has left its weights unsharded. See 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import of_first_rank
 
 ROOT = -1
+
+
+def agreed_order(comm: Communicator, units: list[Any], ran: list[Any]) -> list[Any]:
+    """Return ``units`` in the order in which rank 0 ran them; ``ran``: this rank's order. Collective."""
+    recorded = list(ran)
+    for place, unit in enumerate(units):
+        if unit not in recorded:  # another rank may run it: put it after the unit registered before it
+            recorded.insert(recorded.index(units[place - 1]) + 1 if place else 0, unit)
+    if comm.world_size == 1:
+        return recorded
+    return [units[place] for place in of_first_rank(comm, [units.index(unit) for unit in recorded])]
 
 
 class Op(NamedTuple):

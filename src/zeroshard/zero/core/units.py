@@ -74,6 +74,14 @@ class Group:
         for piece, shard, grad in zip(pieces, self.shards, self.grads.pieces(pieces, self._cuts), strict=True):
             shard.grad = grad if used[piece.slot] else None
 
+    def clear_grads(self, slots: set[int]) -> None:
+        """Drop the gradients of the parameters in these slots, and those of the optimizer's pieces of them."""
+        self.grads.clear(slots)
+        self.unreduced = self.unreduced and len(slots) < len(self.params.params)
+        for piece, shard in zip(self.params.pieces, self.shards, strict=True):
+            if piece.slot in slots:
+                shard.grad = None
+
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 
@@ -111,23 +119,11 @@ class Unit(Generic[AnyGroup]):
             for index, (slot, param) in enumerate(zip(group.params.layout.slots, group.params.params, strict=True)):
                 yield slot.name, param, group, index
 
-    def unshard(self, *, again: bool = False) -> bool:
-        """Issue the gather of the weights (``again``: even of current ones); return whether a gather was started."""
-        started = False
-        for group in self.groups:
-            started = group.params.unshard(again=again) or started
-        return started
-
     def wait_for_unshard(self) -> None:
         """Wait for the gather in flight."""
         for group in self.groups:
             if group.params.state.in_flight:
                 group.params.wait_for_unshard()
-
-    @property
-    def gather_in_flight(self) -> bool:
-        """Whether a gather was started that nobody has waited for yet."""
-        return any(group.params.state.in_flight for group in self.groups)
 
     @property
     def readable(self) -> bool:
@@ -143,21 +139,6 @@ class Unit(Generic[AnyGroup]):
     def trained_groups(self) -> list[AnyGroup]:
         """Return the groups that take gradients now, or may have some from a backward that did not reduce."""
         return [group for group in self.groups if group.trained or group.unreduced]
-
-    def reduce(self) -> None:
-        """Start to reduce this rank's gradients. Collective: every rank reduces all trained groups, used or not."""
-        for group in self.trained_groups():
-            group.grads.reduce()
-
-    def reduce_across(self) -> None:
-        """Issue the next collective of each group's reduction, over replicas, say. Call it in the order of `reduce`."""
-        for group in self.groups:
-            group.grads.reduce_across()
-
-    @property
-    def has_collectives_left(self) -> bool:
-        """Whether a reduction still has collectives to issue: see `reduce_across`."""
-        return any(group.grads.has_collectives_left for group in self.groups)
 
     def wait_for_reduce(self) -> None:
         """Wait for the reductions in flight."""

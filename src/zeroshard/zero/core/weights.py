@@ -164,14 +164,8 @@ class WeightWatch(Protocol):
     def before_gather(self) -> None:
         """A gather is about to write over what is in the weights."""
 
-    def gather_issued(self) -> None:
-        """It has been issued, or has failed."""
-
-    def before_arrival(self) -> None:
-        """A gather is about to be waited for."""
-
     def arrived(self, *, hidden: bool) -> None:
-        """The weights are current; ``hidden``: parameters showed NaN until now."""
+        """The weights are current; ``hidden``: parameters still show NaN, and views of the weights from now on."""
 
     def before_free(self) -> None:
         """The memory of the weights is about to be freed."""
@@ -183,7 +177,7 @@ class WeightWatch(Protocol):
         """The master has changed, and what is in the weights is older."""
 
     def stale_now(self) -> None:
-        """The weights are marked so."""
+        """Weights that were not freed are marked so."""
 
     def before_read(self) -> None:
         """The master is about to be read."""
@@ -272,12 +266,12 @@ class Weights:
             return False
         if (watch := self.watch) is not None:
             watch.before_gather()
-        try:
-            self._gather()
-        finally:
-            if watch is not None:
-                watch.gather_issued()
-        return self.state.in_flight
+        self._gather()
+        if self.state.in_flight:
+            return True
+        if watch is not None:
+            watch.arrived(hidden=False)  # without a collective
+        return False
 
     def _gather(self) -> None:
         current, visible = self.state.readable, self.state.visible
@@ -304,19 +298,17 @@ class Weights:
         """Wait for the gather in flight, if there is one, and make the parameters views of ``full``."""
         if not self.state.in_flight:
             return
-        if (watch := self.watch) is not None:
-            watch.before_arrival()
         work, visible = self._work, self.state.visible
         self._work, self.state = None, STALE_VISIBLE if visible else STALE_HIDDEN  # as it is if the collective fails
         if work is not None:
             work.wait()
-            if self.transport.finish(self.full):
+            if self.transport.finish(self.full):  # it has written the master's place: the next copy waits for that
                 self._written_at = self._streams.mark()
+        self.state = UNSHARDED
+        if self.watch is not None:
+            self.watch.arrived(hidden=not visible)  # before parameters change: their reads may be watched
         if not visible:
             self._show(self._views)
-        self.state = UNSHARDED
-        if watch is not None:
-            watch.arrived(hidden=not visible)
 
     def reshard(self) -> None:
         """Free the unsharded weights, if weights are sharded."""
@@ -348,7 +340,7 @@ class Weights:
                 self._show(self._hidden)
             self.state = STALE_VISIBLE if self._aliased else STALE_HIDDEN
         self._written_at = self._streams.mark()  # the next gather reads the master behind the step
-        if watch is not None:
+        if watch is not None and self.state is not SHARDED:
             watch.stale_now()
 
     def _show(self, tensors: list[Tensor]) -> None:
@@ -365,21 +357,6 @@ class Weights:
         with labelled(f"{self.name}/state"):
             self.layout.gather(self.comm, flat, self.master.to(flat.device)).wait()
         return flat.to(self.dtype)
-
-    @property
-    def readable(self) -> bool:
-        """Whether ``full`` is unsharded and current now, or will be after `wait_for_unshard`."""
-        return self.state.readable
-
-    @property
-    def gather_in_flight(self) -> bool:
-        """Whether `unshard` was called without `wait_for_unshard` since."""
-        return self.state.in_flight
-
-    @property
-    def visible(self) -> bool:
-        """Whether the parameters are views of ``full``."""
-        return self.state.visible
 
 
 def broadcast_values(weights: Weights, flat: Tensor) -> Tensor:

@@ -160,8 +160,8 @@ class CodedParams(FlatParams):
 
     def __init__(self, *args: Any, form: BlockFormat, strategy: ShardingStrategy, **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
-        self._is_complete = False
-        flat = Weights.gather_master(self)  # nothing was written to them yet
+        watch, self.watch = self.watch, None  # nothing was written to them yet
+        flat = Weights.gather_master(self)
         shards = self.comm.world_size > 1 and strategy.params is SHARD
         self._format, self._codes = form, Codes(self.layout, form, self.comm.world_size if shards else 1)
         self.pieces, self._aliased, self._always_compared = [], False, False
@@ -173,7 +173,7 @@ class CodedParams(FlatParams):
         self.shard_optim = self.shard_params = True
         self.sends = shards
         self.reshard()
-        self._is_complete = True
+        self.watch = watch
 
     def take_codes(self, codes: Tensor) -> None:
         """From now on these are the weights' codes: all of them, with any padding."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def install(engine: Zero) -> ModuleRefusals:
     """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
     runtime, optimizers = engine._runtime, engine._optimizers
-    runtime.agree_by(CollectiveOrder(runtime.rank_groups, optimizers.settings))
-    runtime.observer, runtime.local_grads = PassRefusals(runtime), (looks := NonFiniteGrads(runtime))
+    runtime.agree_by(order := CollectiveOrder(runtime.rank_groups, optimizers.settings))
+    runtime.observer, runtime.local_grads = PassRefusals(runtime, order), (looks := NonFiniteGrads(runtime))
     runtime.voters.append(looks)
     runtime.weights.watch_reads(WatchedReads(runtime))
     return ModuleRefusals(engine.model, runtime, optimizers)

@@ -31,7 +31,7 @@ from zeroshard.comm.operation_log import OperationLog, first_difference
 from zeroshard.host.torch_internals import as_plain
 from zeroshard.zero.buffers.changed_values import bit_sums
 from zeroshard.zero.buffers.flat_params import FlatParams
-from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.runtime.calls import Calls
 
@@ -44,28 +44,33 @@ REMEMBERED = 4096  # gathers and steps that are kept, to name the first one that
 
 
 class CollectiveOrder(Calls):
-    """Records the gathers and steps of this rank; to agree on flags is to compare them.
+    """Records the gathers and steps of this rank, and compares them with those of others at the end of a backward.
 
     Args:
-        rank_groups: as of `Agreement`.
+        rank_groups: the communicators of all ranks (`world`) and of those that gather together (`shard_group`).
         settings: describes the engine's optimizers, which ranks must have in common.
     """
 
     def __init__(self, rank_groups: RankGroups, settings: Callable[[], list[str]] = list) -> None:
         super().__init__(rank_groups)
+        self.gathers = []
         self._log = OperationLog(REMEMBERED)
         self._settings = settings
         self._settings_digest = b""
         self._now: list[str] = []  # the last settings that were noted
         self._at_step: list[str] | None = None  # those of the last step since ranks agreed
 
-    def note_gather(self, unit: FlatUnit) -> None:
-        """Record that this rank has issued a gather of the unit's weights."""
-        self._log.add(unit.name)
+    def take_gathers(self) -> None:
+        """Record the gathers that this rank has issued since: once a forward and a backward, as there may be many."""
+        assert self.gathers is not None
+        for unit in self.gathers:
+            self._log.add(unit.name)
+        self.gathers.clear()
 
     def note_step(self) -> None:
         """Record that this rank has stepped an optimizer, and with which settings."""
         if self.comm.world_size > 1:
+            self.take_gathers()
             self._log.add(_STEP)
             self._note_settings()
             self._at_step = self._now
@@ -95,8 +100,17 @@ class CollectiveOrder(Calls):
         self._now = self._settings()
         self._settings_digest = digest_of(self._settings_digest + "\n".join(self._now).encode())
 
-    def agree_on_flags(self, flags: list[bool]) -> list[bool]:
-        """Return for each flag whether any rank has set it; check that ranks issued the same gathers. Collective.
+    def votes(self) -> list[int]:
+        """A digest of gathers, steps, calls and settings, of which ranks take the maxima."""
+        if self.comm.world_size == 1:
+            return []
+        self._note_settings()
+        self.take_gathers()
+        gathers = self._log.digest if self._gathering is self.comm else b""  # replicas may issue different gathers
+        return both_ends(digest_of(gathers + self._settings_digest))
+
+    def agreed(self, votes: list[int]) -> None:
+        """Check that ranks issued the same gathers, by their `votes`. Collective.
 
         Raises:
             RuntimeError: ranks that gather together have issued different gathers, or stepped at different backwards;
@@ -104,27 +118,19 @@ class CollectiveOrder(Calls):
             PeerError: ranks have made different calls since the last backward, or written other values to weights.
             ValueError: ranks have different optimizers or settings of optimizers; on each of them.
         """
-        if self.comm.world_size == 1:
-            return flags
-        self._note_settings()
-        gathers = self._log.digest
-        if self._gathering is self.comm:
-            agreed = maxima(self.comm, [*flags, *both_ends(digest_of(gathers + self._settings_digest))])
-            self._require_same_settings(agreed[len(flags) :])
-            if not is_one(agreed[len(flags) :]):
-                self._require_same_calls()
+        if not votes:
+            return
+        self._require_same_settings(votes)
+        all_gather_together = self._gathering is self.comm
+        if not is_one(votes):
+            self._require_same_calls()
+            if all_gather_together:
                 self._raise_divergence()
-        else:  # replicas may issue different gathers
-            agreed = maxima(self.comm, [*flags, *both_ends(self._settings_digest)])
-            self._require_same_settings(agreed[len(flags) :])
-            if not is_one(agreed[len(flags) :]):
-                self._require_same_calls()
-                self._forget()
-                raise RuntimeError(_STEPS)
-            if not is_one(maxima(self._gathering, both_ends(digest_of(gathers)))):
-                self._raise_divergence()
+            self._forget()
+            raise RuntimeError(_STEPS)
+        if not all_gather_together and not is_one(maxima(self._gathering, both_ends(digest_of(self._log.digest)))):
+            self._raise_divergence()
         self._forget()
-        return [bool(flag) for flag in agreed[: len(flags)]]
 
     def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Raise ValueError on every rank if ranks have assigned different gradients. Collective."""
@@ -142,7 +148,7 @@ class CollectiveOrder(Calls):
         if self.comm.world_size == 1:
             return
         weights = [group.params for group in groups]
-        stale = maxima(self.comm, [not each.readable for each in weights])  # ranks may not call the same units
+        stale = maxima(self.comm, [not each.state.readable for each in weights])  # ranks may not call the same units
         with agreement(
             self.comm, "weights", "write the same values on every rank, or have rank 0 broadcast them"
         ) as lines:

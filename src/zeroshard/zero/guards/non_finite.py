@@ -48,14 +48,14 @@ class NonFiniteGrads:
         runtime = self._runtime()
         if runtime is None or runtime.comm.world_size == 1:
             return set()
-        first = next((unit for unit in runtime.order if unit.trained_groups()), runtime.root)
+        first = next((unit for unit in runtime.order if runtime.trained[unit]), runtime.root)
         return {runtime.root, first}
 
     def before_reduce(self, unit: FlatUnit) -> None:
         """Look at a gradient of one of these units."""
         runtime = self._runtime()
         if runtime is not None:
-            for group in unit.trained_groups()[:1]:
+            for group in runtime.trained[unit][:1]:
                 self._look(runtime, group)
 
     def _look(self, runtime: Runtime, group: FlatGroup) -> None:
@@ -81,7 +81,7 @@ class NonFiniteGrads:
         self._found = max([1 + (look.num_steps < self._num_steps) for look in bad], default=0)
         return [self._found > 0]
 
-    def agreed(self, votes: list[bool]) -> None:
+    def agreed(self, votes: list[int]) -> None:
         """Some rank has found one: exchange which. Collective, if one has."""
         runtime = self._runtime()
         if not any(votes) or runtime is None:

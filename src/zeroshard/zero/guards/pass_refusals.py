@@ -6,27 +6,28 @@ import weakref
 
 import torch
 
+from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.runtime.runtime import Runtime
 
 
 class PassRefusals:
     """Refuses gradients that are gone, incomplete or not reduced, and those of outdated views."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, runtime: Runtime, order: CollectiveOrder) -> None:
+        self._runtime, self._order = weakref.ref(runtime), order
 
     def forward_ends(self) -> None:
         """Let autograd refuse a backward through views of weights from before the step, whose gather ends only now.
 
         Nobody has read the parameters themselves: [Note: Read between steps] in `outdated`.
         """
+        self._order.take_gathers()
         runtime = self._runtime()
         if runtime is None or not torch.is_grad_enabled():
             return
-        for unit in runtime.order:
-            if unit.gather_in_flight:
-                stay = [group.params for group in unit.groups if not group.params.shard_params]
-                torch.autograd.graph.increment_version([param for params in stay for param in params.params])
+        for group in (group for unit in runtime.order for group in unit.groups):
+            if group.params.state.in_flight and not group.params.shard_params:
+                torch.autograd.graph.increment_version(group.params.params)
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are gone, incomplete, not reduced yet, or were never reduced.

@@ -112,10 +112,11 @@ class HostParams(FlatParams):
         self._is_gathering = True
         super().before_gather()
 
-    def gather_issued(self) -> None:
-        """The transport has read the master."""
-        self._is_gathering = False
-        super().gather_issued()
+    def _gather(self) -> None:
+        try:
+            super()._gather()
+        finally:
+            self._is_gathering = False  # the transport has read the master
 
     def arrived(self, *, hidden: bool) -> None:
         """Remember what the weights now are."""
@@ -125,18 +126,18 @@ class HostParams(FlatParams):
     def stale_now(self) -> None:
         """As of `FlatParams`; weights that are the master change in place, and are stale all the same."""
         super().stale_now()
-        if self._aliased and self.readable:
+        if self._aliased and self.state.readable:
             self.state = STALE_VISIBLE
             self.watch_reads()
 
     def _look(self) -> None:
-        if not self.shard_params and not self._aliased and self.readable:
+        if not self.shard_params and not self._aliased and self.state.readable:
             self._shown = bit_sums(self.full)
 
     def take_changes(self, *, waits: bool = True) -> None:
         """As of `FlatParams`; without ``waits``, `take_check` or `take_checked` follows."""
         super().take_changes()
-        shown = self._shown if self.visible and not self.stale else None
+        shown = self._shown if self.state.visible and not self.stale else None
         if shown is None:
             return
         sums = bit_sums(self.full)

@@ -100,8 +100,10 @@ class HostGroup(FlatGroup):
     def shards(self, shards: list[nn.Parameter]) -> None:
         self._shards = shards
 
-    def hide_grads(self, slots: set[int]) -> None:
-        """Set ``grad`` of the pieces of these slots to None, once no update reads them."""
+    def clear_grads(self, slots: set[int]) -> None:
+        """As of `Group`; pieces lose theirs once no update reads them."""
+        self.grads.clear(slots)
+        self.unreduced = self.unreduced and len(slots) < len(self.params.params)
         hidden = [shard for piece, shard in zip(self.params.pieces, self._shards, strict=True) if piece.slot in slots]
         self.update.then(partial(_drop_grads, hidden))
 

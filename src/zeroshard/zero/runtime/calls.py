@@ -1,4 +1,4 @@
-"""What ranks may do differently, beside gathers: steps, writes, calls. `Calls` is notified of it."""
+"""What ranks may do differently: gathers, steps, writes, calls. `Calls` is notified of it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,32 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.agreement import Agreement
+from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 from zeroshard.zero.core.ranks import RankGroups
 
 
-class Calls(Agreement):
+class Calls:
     """Is notified of what could make ranks differ, and compares none of it.
 
     `zeroshard.zero.guards.collective_order` does.
 
     Attributes:
         calls: what was noted since ranks agreed, and may be different on other ranks.
+        gathers: units, in the order in which this rank has issued gathers of their weights; None: nobody asks.
     """
 
+    gathers: list[FlatUnit] | None = None
+
     def __init__(self, rank_groups: RankGroups) -> None:
-        super().__init__(rank_groups)
+        self.comm, self._gathering = rank_groups.world, rank_groups.shard_group
         self.calls: list[str] = []
+
+    def votes(self) -> list[int]:
+        """What all ranks must have in common."""
+        return []
+
+    def agreed(self, votes: list[int]) -> None:
+        """Raise if they have not."""
 
     def note_grad_writes(self, groups: Iterable[FlatGroup]) -> None:
         """This rank is about to step with gradients of the groups into which it has written."""

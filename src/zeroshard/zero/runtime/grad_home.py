@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.zero.buffers.unit import FlatGroup
 
@@ -24,8 +24,8 @@ class GradTaker(Protocol):
     def require_same_grads(self, grads: Iterable[tuple[str, Tensor]]) -> None:
         """Raise ValueError if ranks have assigned different gradients, ``(name, tensor)`` each. Collective."""
 
-    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
-        """Clear the gradients of the group's parameters in these slots."""
+    def drop_grads(self, params: set[nn.Parameter] | None) -> None:
+        """Drop the gradients of these parameters."""
 
 
 class GradHome:

@@ -83,14 +83,14 @@ class GradHooks:
         """
         with as_plain():
             for param_grad in self._hooked:
-                if param_grad.grad is not None and param_grad.grad._arrived is not None:
+                if param_grad.grad._arrived is not None:
                     param_grad.grad.take_arrived()
                     raise RuntimeError(
                         f"{param_grad.name}.grad: something was added to it inside backward, before it was reduced "
                         "over ranks; change gradients after backward"
                     )
                 if param_grad.group.grads.used[param_grad.slot] and param_grad.param.grad is None:
-                    param_grad.show()
+                    param_grad.param.grad = param_grad.grad
 
     def apply_assigned_grads(self) -> None:
         """Apply what the user assigned to ``param.grad``: None clears the gradient, a tensor replaces it."""
@@ -128,10 +128,9 @@ class ParamGrad:
     def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group
         self.taker, self.slot, self.name, self.shape = home.taker, home.slot, home.name, home.shape
-        self.grad: ShardedGrad | None = None
-        self._home = home
+        self._home, self._dtype = home, group.grads.reduced_dtype
         self._like = torch.empty(home.shape, device="meta")
-        self._dtype = group.grads.reduced_dtype
+        self.grad = ShardedGrad(home, self._like, self._dtype)
 
     def take(self, param: Tensor) -> Tensor:
         """Return the gradient that autograd has left in ``param.grad``, and take it off there."""
@@ -147,39 +146,32 @@ class ParamGrad:
             raise RuntimeError(resized(self.name, grad.shape, self.shape))
         return grad
 
-    def show(self) -> None:
-        """Set ``param.grad`` to the parameter's `ShardedGrad`."""
-        if self.grad is None:
-            self.grad = ShardedGrad(self._home, self._like, self._dtype)
-        self.param.grad = self.grad
-
     def hide(self) -> None:
         """The gradient was cleared: make the `ShardedGrad` unreadable for code that kept a reference to it."""
         self.param.grad = None
-        if self.grad is None:
-            return
         # References that are not the user's: ours and the one of this call; to the home also the gradient's.
         if sys.getrefcount(self.grad) > 2 or sys.getrefcount(self._home) > 3:
-            self._home.gone, self.grad = True, None
+            self._home.gone = True
             self._home = GradHome(self.taker, self.group, self.slot, self.name)
+            self.grad = ShardedGrad(self._home, self._like, self._dtype)
 
     def clear(self) -> None:
         """Clear the gradient, as the user did by assigning None."""
         taker = self.taker()
         assert taker is not None
-        taker.clear_slots(self.group, {self.slot})
+        taker.drop_grads({self.param})
         self.hide()
 
     def replace(self, grad: Tensor) -> None:
         """Replace the gradient by ``grad``: each rank copies the part that it owns."""
         if isinstance(grad, ShardedGrad) and grad.is_all_of(self._home):  # its own gradient, detached
-            self.show()
+            self.param.grad = self.grad
             return
         full = grad.full_tensor() if isinstance(grad, ShardedGrad) else _dense(grad)
         start, stop = own_slice(self._home)
         self.group.grads.put(self.slot, full.reshape(-1)[start:stop])
         self.group.expose_grads()
-        self.show()
+        self.param.grad = self.grad
 
 
 def _dense(grad: Tensor) -> Tensor:

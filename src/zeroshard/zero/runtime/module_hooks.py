@@ -16,7 +16,8 @@ from torch import nn
 from zeroshard.host.torch_internals import in_transform
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatUnit
-from zeroshard.zero.core.hooks import EngineHook, require_readable
+from zeroshard.zero.core.hooks import NOT_IN_TRANSFORM, EngineHook
+from zeroshard.zero.core.weights import UNSHARDED
 
 
 def attach_parts(
@@ -50,6 +51,11 @@ def modules_with_methods(model: nn.Module, root: FlatUnit, units: Sequence[FlatU
     return list(dict.fromkeys([*(unit.module for unit in (root, *units)), *others]))
 
 
+def is_current(unit: FlatUnit) -> bool:
+    """Whether the unit's weights are unsharded and current now, and nothing is to be waited for."""
+    return all(group.params.state is UNSHARDED for group in unit.groups)
+
+
 class _PartHook(EngineHook):
     def __init__(self, pre_forward_of_part: Callable[[FlatUnit], None], unit: FlatUnit) -> None:
         self._pre_forward, self._unit = pre_forward_of_part, unit
@@ -58,7 +64,7 @@ class _PartHook(EngineHook):
         """Before the forward of a part: report it, unless the unit's own forward is running."""
         if self._unit.entered:  # nearly always, and then its weights are unsharded
             return
-        if in_transform():
-            require_readable(self._unit)
-        else:
+        if not in_transform():
             self._pre_forward(self._unit)
+        elif not is_current(self._unit):
+            raise RuntimeError(NOT_IN_TRANSFORM.format(self._unit.name))

@@ -20,8 +20,9 @@ from zeroshard.zero.core.passes import Passes
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.runtime.calls import Calls
-from zeroshard.zero.runtime.forwards import SeveralForwards
+from zeroshard.zero.runtime.forwards import of_several
 from zeroshard.zero.runtime.grad_hooks import GradHooks
+from zeroshard.zero.runtime.module_hooks import is_current
 from zeroshard.zero.runtime.nested_units import InnerUnits
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
@@ -42,7 +43,7 @@ class WrittenWeights:
         """For each group, whether this rank has written to its weights."""
         return [group.params.has_writes for group in self._groups()]
 
-    def agreed(self, votes: list[bool]) -> None:
+    def agreed(self, votes: list[int]) -> None:
         """Compare those that any rank has written to. Collective, if there are any."""
         if any(votes):
             changed = [group for group, flag in zip(self._groups(), votes, strict=True) if flag]
@@ -57,10 +58,9 @@ class Runtime(Passes[FlatGroup]):
     Attributes:
         complete_step: waits for updates of the last step that are under way.
         removed: whether `Zero.remove` has made the model an ordinary one again.
+        collectives: is notified of what ranks may do differently.
         weights: keeps the weights of all units unsharded for a block, and has their reads watched.
     """
-
-    collectives: Calls  # ty: ignore[incompatible-mutable-override] -- given by `agree_by` alone
 
     def __init__(
         self,
@@ -73,8 +73,7 @@ class Runtime(Passes[FlatGroup]):
     ) -> None:
         super().__init__(root, units, rank_groups, strategy, prefetch, buffers)
         self.collectives = Calls(rank_groups)
-        self.forwards = forwards = SeveralForwards()
-        self.forward = forwards.current
+        self.forwards.several = of_several
         self.nested = InnerUnits.of(units)
         self.voters.append(WrittenWeights(self))
         self.weights = UnshardedWeights(self)
@@ -94,8 +93,10 @@ class Runtime(Passes[FlatGroup]):
         return self._streams[next((group.params.full.device for group in groups), torch.device("cpu"))]
 
     def agree_by(self, collectives: Calls) -> None:
-        """From now on agree with other ranks by ``collectives``."""
+        """From now on have ``collectives`` compare what ranks do; before other voters, whose answers it may refuse."""
         self.collectives = collectives
+        self.note_gather = None if collectives.gathers is None else collectives.gathers.append
+        self.voters.insert(0, collectives)
 
     def note_step(self) -> None:
         """Weights have changed by a step: expect no backward of the forwards that were run."""
@@ -115,7 +116,7 @@ class Runtime(Passes[FlatGroup]):
                 unit.keep_unsharded_after[self.forward.index] = self.forward
             elif unit is not self.root:
                 self.called_by_parts.setdefault(unit)
-        if unit.gather_in_flight or not unit.readable:
+        if not is_current(unit):
             self.unshard(unit, wait=True)
 
     def note_writes(self) -> None:
@@ -163,19 +164,14 @@ class Runtime(Passes[FlatGroup]):
             self.local_grads.cleared()
         if params is not None and len(params) == sum(len(group.params.params) for group in self.groups()):
             params = None  # all of them: no need to look up each
+        if set_to_none:
+            self.drop_grads(params)
+            self._grad_hooks.hide_grads(params)
+            return
         for group in self.groups():
             chosen = {i for i, p in enumerate(group.params.params) if params is None or p in params}
             if chosen:
-                self.clear_slots(group, chosen) if set_to_none else group.grads.zero(chosen)
-        if set_to_none:
-            self._grad_hooks.hide_grads(params)
-
-    def clear_slots(self, group: FlatGroup, slots: set[int]) -> None:
-        """Clear the gradients of the group's parameters in these slots."""
-        group.unreduced = group.unreduced and len(slots) < len(group.params.params)
-        group.grads.clear(slots)
-        group.hide_grads(slots)
-        self.unreduced = self.unreduced and any(group.grads.pending for group in self.groups())
+                group.grads.zero(chosen)
 
     def require_unpinned(self, what: str) -> None:
         """Raise RuntimeError inside `UnshardedWeights.pin`, which promises weights that are unsharded and current."""

@@ -81,7 +81,7 @@ class UnshardedWeights:
         for unit in self._units:
             for group in unit.groups:
                 group.params.take_changes()  # keeps changes from before this block; changes inside it are dropped below
-            unit.unshard()
+                group.params.unshard()
         for unit in self._units:
             unit.wait_for_unshard()
         self._expose()
