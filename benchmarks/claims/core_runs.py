@@ -5,7 +5,8 @@
 Two ranks are threads of this process. A step is forward, backward, clipping, `optim.step()` and `zero_grad()` of four
 units at stage 3, once it is warm, and its numbers are of one rank. Calls are of functions of `zero/`; a switch is one
 of them between `zero/core/` and another folder of it, in either direction. Functions that run are counted over stages
-0-3 in fp32 and bf16, with accumulation, recomputation, clipping, saves, loads and the account of memory.
+0-3 in fp32 and bf16, with accumulation, recomputation of both kinds, clipping, saves, loads and the account of memory,
+and as rows that are no number; of a model of blocks with norms, which return a dict.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -25,11 +27,42 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard.zero
 from zeroshard.comm import Communicator, ObservedCommunicator, run_threads
-from zeroshard.zero import MixedPrecision, Zero
+from zeroshard.zero import STAGES, MixedPrecision, Zero
 
 ENGINE = Path(zeroshard.zero.__file__).parent
 CORE = ENGINE / "core"
 NUM_UNITS = 4
+
+
+class Block(nn.Module):
+    """A block with small parameters, whose output is more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``x [batch, 8]``, and the same by name."""
+        return {"x": x + self.linear(self.norm(x))}
+
+
+class Net(nn.Module):
+    """A linear map, then blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(NUM_UNITS))
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> torch.Tensor:
+        """``x [batch, 8]``; ``reentrant``: recompute blocks in backward so; None: do not."""
+        x = self.first(x)
+        for block in self.blocks:
+
+            def run(x: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
+                return block(x)["x"]
+
+            x = run(x) if reentrant is None else checkpoint(run, x, use_reentrant=reentrant)
+        return x
 
 
 def engine(comm: Communicator, stage: int, precision: MixedPrecision | None = None) -> tuple[Zero, Any]:
@@ -127,15 +160,17 @@ def uses(comm: Communicator) -> set[CodeType]:
 
     def run() -> None:
         for precision in (None, MixedPrecision(torch.bfloat16), MixedPrecision(torch.bfloat16, torch.bfloat16)):
-            for stage in range(4):
-                zero, optim = engine(comm, stage, precision)
+            for row in STAGES.values():
+                zero = Zero(Net(), replace(row), comm=comm, precision=precision)
+                optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
                 with zero.no_sync():
                     zero.model(torch.ones(4, 8)).sum().backward()
                 for _ in range(2):
                     step(zero, optim)
                 zero.load_state_dict(zero.state_dict())
                 optim.load_state_dict(zero.optim_state_dict())
-                checkpoint(zero.model, torch.ones(4, 8, requires_grad=True), use_reentrant=False).sum().backward()
+                for reentrant in (False, True):
+                    zero.model(torch.ones(4, 8), reentrant=reentrant).sum().backward()
                 saved = [shard.name for shard in zero.named_shards()]
                 assert saved
                 assert zero.memory_bytes()["grads"]
@@ -154,8 +189,12 @@ def functions() -> dict[tuple[str, int], str]:
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.FunctionDef):
                     first = min([child.lineno, *(each.lineno for each in child.decorator_list)])
-                    texts = [isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in child.body]
-                    if not all(texts):  # else there is nothing but a docstring, or an ellipsis
+                    code = [
+                        each
+                        for each in child.body
+                        if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))  # a text, or ...
+                    ]
+                    if code and not isinstance(code[0], ast.Raise):
                         found[str(path), first] = f"{path.name}:{child.lineno} {within}{child.name}"
                     walk(child, f"{within}{child.name}.")
                 else:

@@ -32,7 +32,6 @@ ASKERS = {
     "Zero": "Zero(nn.Linear(4, 4)).comm",
     "meta": "Zero(nn.Linear(4, 4, device='meta'), init=lambda name, tensor: tensor.zero_()).comm",
     "ShardedOptimizer": "ShardedOptimizer(nn.Linear(4, 4).parameters(), torch.optim.AdamW).comm",
-    "core": "Engine.of(nn.Linear(4, 4)).comm",
     "TorchCommunicator": "TorchCommunicator()",
     "RingCommunicator": "RingCommunicator()",
     "SharedMemoryCommunicator": "SharedMemoryCommunicator()",
@@ -45,7 +44,6 @@ from torch import nn
 from zeroshard import ShardedOptimizer, Zero
 from zeroshard.comm import *
 from zeroshard.parallel import Setup, build_strategy
-from zeroshard.zero.core.engine import Engine
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 logging.getLogger("zeroshard.comm").setLevel(logging.INFO)
 

@@ -38,7 +38,7 @@ from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import check_change, check_rank_groups
+from zeroshard.zero.rank_groups import check_change, check_rank_groups, within_replica
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -152,14 +152,14 @@ class Zero:
         self.rank_groups = RankGroups.of(comm, shard_size, *groups, reproducible)
 
         on_meta = [param for param in model.parameters() if param.is_meta]
-        rank_groups = self.rank_groups if local_steps is None else self.rank_groups.within_replica
+        rank_groups = self.rank_groups if local_steps is None else within_replica(self.rank_groups)
         specs, make = construction.parts_of(
             model, units, self.strategy, rank_groups, self.precision, init, device, away, coded
         )
         self.local_steps: OuterSteps | None = None
 
         def passes(root: FlatUnit, others: list[FlatUnit]) -> Runtime:
-            """Make what walks the steps, and attach what takes part in them; buffers have rank 0's values by now."""
+            """Make what walks the steps, and attach what takes part in them."""
             changing = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
             self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, changing)
             self._optimizers = EngineOptimizers(self._runtime, rank_groups)
@@ -173,8 +173,7 @@ class Zero:
             return self._runtime
 
         cast = self.precision.param_dtype if self.precision.cast_forward_inputs else None
-        parts = Parts(specs, make, passes, rank_groups.world, cast, named_shards.named_state)
-        self._engine = Engine.assembled(model, parts)
+        self._engine = Engine.of(model, Parts(specs, make, passes, rank_groups.world, named_shards.named_state, cast))
         self.model, self.comm = model, comm  # of all replicas, where those take local steps
         self._handles = [*self._engine.handles, *cast_around(model, self.precision)]
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))

@@ -1,7 +1,8 @@
-"""Refuses settings of groups of ranks (`zeroshard.zero.core.ranks`) that have no effect, or do not go with others."""
+"""Groups of ranks (`zeroshard.zero.core.ranks`): settings that have no effect or do not go with others; replicas."""
 
 from __future__ import annotations
 
+from zeroshard.comm import LocalCommunicator
 from zeroshard.settings import rules
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
@@ -45,6 +46,11 @@ def check_rank_groups(
         rules.check_local_steps("local_steps", "it", shard_size)
     elif shard_size is not None:
         rules.check_something_is_sharded(_stage(strategy))
+
+
+def within_replica(ranks: RankGroups) -> RankGroups:
+    """The groups of one replica, as if it were the world: for an engine whose replicas take local steps."""
+    return RankGroups(ranks.shard_group, ranks.shard_group, LocalCommunicator(), ranks.node_group)
 
 
 def _stage(strategy: ShardingStrategy) -> int:

@@ -7,6 +7,7 @@ from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero import STAGES, FlatLayout, RankGroups, Zero
 from zeroshard.zero.core import small_grads
 from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.runtime.grad_hooks import put
 
 SHAPES = [("a", (2, 2)), ("b", (3,))]
 
@@ -175,7 +176,7 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
             for slots in (range(10), (0, 3, 4), range(1, 9)):
                 accumulate(comm.rank, slots)
                 waits = together and (world_size == 1 or dtypes[1] is not torch.bfloat16)
-                assert waits == bool(grads.waiting_bytes) or len(slots) == 10
+                assert waits == bool(grads.small.num_bytes) or len(slots) == 10
                 if len(slots) == 3:
                     grads.clear({4})
                 if len(slots) != 8:  # the last ones still wait when they are reduced
@@ -184,7 +185,7 @@ def test_gradients_that_wait_for_each_other_have_the_same_bits(stage, world_size
                 grads.wait_for_reduce()
                 found.append(grads.reduced.clone())
                 grads.clear(set(range(10)))
-                assert not grads.waiting_bytes
+                assert not grads.small.num_bytes
             return found
 
         return run_threads(go, world_size)
@@ -206,11 +207,11 @@ def test_further_gradients_wait_too_and_have_the_same_bits(stage, world_size, dt
             grads, accumulate = _block(stage, comm, dtypes)
             accumulate(0, (2, 3))
             grads.clear(set(range(10)))
-            assert not grads.waiting_bytes
+            assert not grads.small.num_bytes
             for seed, reduces in ((1, True), (2, False), (3, True), (4, True)):
                 accumulate(10 * comm.rank + seed, (*range(9), 5))
                 waits = together and world_size != 3  # by a third, which rounds, the second of slot 5 is added alone
-                assert waits == bool(grads.waiting_bytes)
+                assert waits == bool(grads.small.num_bytes)
                 if seed == 3:
                     grads.clear({8})
                 if reduces:
@@ -231,7 +232,7 @@ def test_further_gradients_wait_too_and_have_the_same_bits(stage, world_size, dt
 
 def test_a_gradient_that_is_replaced_first_is_added_to_on_one_rank():
     grads = _grads(2, LocalCommunicator())
-    grads.put(0, torch.full((4,), 2.0))
+    put(grads, 0, torch.full((4,), 2.0))
     for _ in range(2):
         grads.accumulate(0, torch.ones(2, 2))
         grads.reduce()
@@ -252,7 +253,7 @@ def test_a_waiting_gradient_that_its_sender_changes_is_an_error():
 def test_a_small_view_of_a_large_gradient_does_not_keep_it():
     grads, _ = _block(2, NullCommunicator(4), (torch.float32, torch.float32))
     grads.accumulate(2, torch.ones(300, 300)[0, :5])
-    assert grads.waiting_bytes == 0
+    assert grads.small.num_bytes == 0
 
 
 def test_a_hook_that_changes_what_a_parameter_shares_is_an_error():

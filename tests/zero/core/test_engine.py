@@ -15,13 +15,13 @@ from torch import nn
 import zeroshard.zero
 from exactness import same_bits
 from zero.core.core_states import load_unsharded_states, unsharded_states
+from zero.core.plain import PlainOptimizer, plain_engine
 from zeroshard.comm import CONTROL, NullCommunicator, ObservedCommunicator, run_threads
-from zeroshard.zero.core.engine import Engine
 from zeroshard.zero.core.precision import Precision
-from zeroshard.zero.core.strategy import STAGES, ShardingStrategy
+from zeroshard.zero.core.strategy import STAGES
 
 ENGINE = Path(zeroshard.zero.__file__).parent
-MOST_LINES, MOST_FILES = 3460, 21
+MOST_LINES, MOST_FILES = 3235, 20
 
 NUM_STEPS = 3
 
@@ -52,7 +52,8 @@ def _closure(path):
 
 
 def test_a_reader_of_zero_reads_few_files_of_few_lines():
-    files = _closure(ENGINE / "core" / "engine.py") | {ENGINE / "core" / "__init__.py"}
+    core = ENGINE / "core"
+    files = _closure(core / "engine.py") | _closure(core / "optimizer.py") | {core / "__init__.py"}
     assert {file.parent for file in files} == {ENGINE / "core"}
     assert files == set((ENGINE / "core").glob("*.py")), "a file that the engine does not need"
     counts = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
@@ -96,8 +97,8 @@ def _groups(net):
 def _train(comm, stage, *, precision=None, num_micro=1, state=None, alike=False):
     """``state``: of a training that this one goes on from; ``alike``: each rank has the rows of rank 0."""
     net, rank, first = Net(), 0 if alike else comm.rank, 0 if state is None else NUM_STEPS
-    engine = Engine.of(net, stage, net.blocks, comm, precision)
-    optim = engine.piece_optimizer(torch.optim.AdamW, _groups(net), lr=0.05)
+    engine = plain_engine(net, stage, net.blocks, comm, precision)
+    optim = PlainOptimizer(engine, torch.optim.AdamW, _groups(net), lr=0.05)
     if state is not None:
         engine.load_state_dict(state[0])
         load_unsharded_states(optim, state[1])
@@ -187,8 +188,8 @@ def calls_again(net, rank, step):
 def test_a_rank_may_skip_a_unit_or_call_it_again(take_turn):
     def go(comm, stage):
         net = Net()
-        engine = Engine.of(net, stage, net.blocks, comm)
-        optim = engine.piece_optimizer(torch.optim.SGD, lr=0.1)
+        engine = plain_engine(net, stage, net.blocks, comm)
+        optim = PlainOptimizer(engine, torch.optim.SGD, lr=0.1)
         for step in range(NUM_STEPS):
             take_turn(net, comm.rank, step)
             assert all(param.grad is None for param in net.parameters())
@@ -210,8 +211,8 @@ def test_a_rank_may_skip_a_unit_or_call_it_again(take_turn):
 def _at_rest(stage):
     observed = ObservedCommunicator(NullCommunicator(2))
     net = Net()
-    engine = Engine.of(net, stage, net.blocks, observed)
-    return observed, net, engine, engine.piece_optimizer(torch.optim.SGD, lr=0.1)
+    engine = plain_engine(net, stage, net.blocks, observed)
+    return observed, net, engine, PlainOptimizer(engine, torch.optim.SGD, lr=0.1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -243,15 +244,8 @@ def test_a_step_leaves_weights_stale_and_graphs_from_before_it_useless():
         loss.backward()
 
 
-def test_what_needs_more_than_the_core_is_refused():
-    net = Net()
-    with pytest.raises(ValueError, match="second copy"):
-        Engine.of(net, ShardingStrategy("shard", "shard", "shard", secondary_shard_size=2))
-    with pytest.raises(ValueError, match="not its submodule"):
-        Engine.of(net, 3, [nn.Linear(2, 2)])
-    engine = Engine.of(net, 3, net.blocks)
-    with pytest.raises(ValueError, match="an engine already"):
-        Engine.of(net, 3, net.blocks)
-    for params, wrong in (([], "empty list"), ([nn.Parameter(torch.ones(2))], "no parameter of the engine")):
-        with pytest.raises(ValueError, match=wrong):
-            engine.piece_optimizer(torch.optim.SGD, params, lr=0.1)
+@pytest.mark.parametrize(("number", "wrong"), [(0, "empty list"), (1, "no parameter of the engine")])
+def test_an_optimizer_has_parameters_of_the_engine(number, wrong):
+    _, _, engine, _ = _at_rest(3)
+    with pytest.raises(ValueError, match=wrong):
+        PlainOptimizer(engine, torch.optim.SGD, [nn.Parameter(torch.ones(2)) for _ in range(number)], lr=0.1)

@@ -20,8 +20,9 @@ def test_pieces_end_where_parts_do(whole):
         assert (layout.padded_numel, layout.part_numel) == (cut[8].padded_numel, cut[8].shard_numel)
         assert pieces[world_size] == pieces[8]
         for rank, slot in itertools.product(range(world_size), range(len(shapes))):
-            parts = [part for part in layout.cut(rank, slot) if part != (0, 0)]
-            start, stop = layout.part(rank, slot)
+            cuts = [layout.slots[slot].within(*part) for part in layout.parts_of(rank)]
+            parts = [part for part in cuts if part != (0, 0)]
+            start, stop = layout.slots[slot].within(*layout.interval(rank))
             assert sum(last - first for first, last in parts) == stop - start
             assert not parts or (parts[0][0], parts[-1][1]) == (start, stop)
 

@@ -38,6 +38,12 @@ class Buffer:
         return precision.exempt(self.exemption)
 
 
+def own_numel(layout: FlatLayout, rank: int) -> int:
+    """Elements of a rank's shard, padding included."""
+    start, stop = layout.interval(rank)
+    return stop - start
+
+
 Named = list[tuple[str, tuple[int, ...]]]
 
 

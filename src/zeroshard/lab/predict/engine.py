@@ -27,7 +27,7 @@ from zeroshard.comm.labels import is_on_side_stream, on_side_stream
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
-from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.lab.predict.conversions import BufferFormats
 from zeroshard.lab.predict.memory import buffers_away, streamed
 from zeroshard.lab.predict.model_spans import ROOT, Event
@@ -353,7 +353,7 @@ class _Engine:
 
     def _take(self) -> list[EngineAction | tuple[int, int]]:
         actions = self.log.take_actions([self._root, *self._units])
-        waiting = sum([group.grads.waiting_bytes for group in self._groups])
+        waiting = sum([group.grads.small.num_bytes for group in self._groups])
         if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
             actions.append(Change("temporaries", waiting - self._waiting_bytes))
             self._waiting_bytes = waiting
@@ -460,7 +460,7 @@ def _wires(buffer: Buffer, group: FlatGroup, settings: Settings) -> BufferFormat
     reduced = buffer.trained and settings.strategy.optim is SHARD
     grads = buffer.policy(settings.precision).gradients_format(buffer.dtype) if reduced else None
     params = group.params
-    shards = buffer.layout.own_numel(params.comm.rank), params.comm.world_size
+    shards = own_numel(buffer.layout, params.comm.rank), params.comm.world_size
     return BufferFormats(params.transport.form, grads, *shards, params.full.dtype)
 
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
-from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.changed_values import bit_sums_bytes
 from zeroshard.zero.core.layout import Piece
@@ -235,7 +235,7 @@ def state_bytes(
             if reproducible and buffer.trained:
                 found["grads"] = _exact_bytes(buffer, strategy, rank, policy)
             if buffer.name in frozen_away:
-                on_host = buffer.layout.own_numel(rank) * policy.compute_dtype(buffer.dtype).itemsize
+                on_host = own_numel(buffer.layout, rank) * policy.compute_dtype(buffer.dtype).itemsize
                 found |= {HOST["params"]: on_host, "params": found["params"] - on_host}
         for category, num_bytes in found.items():
             total[category] += num_bytes
@@ -383,7 +383,9 @@ def _away_bytes(
         if strategy.secondary_shard_size is not None:
             found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
         if (alone or not _has_format(buffer, precision)) and offload.weights != "disk" and not here:
-            found["host_params" if offload.weights == "host" else "params"] += layout.own_numel(rank) * compute.itemsize
+            found["host_params" if offload.weights == "host" else "params"] += (
+                own_numel(layout, rank) * compute.itemsize
+            )
     masters = DISK if offload.master == "disk" else HOST
     if not (whole and here):
         found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
@@ -418,7 +420,7 @@ def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisi
     shard_params, shard_optim = strategy.params is SHARD and layout.world_size > 1, _shards_optim(buffer, strategy)
     compute = precision.compute_dtype(buffer.dtype)
     master = buffer.dtype if buffer.trained else compute
-    own_numel, weights = layout.own_numel(rank), 0
+    numel, weights = own_numel(layout, rank), 0
     if not shard_params:
         weights += layout.padded_numel * compute.itemsize
     elif strategy.secondary_shard_size is not None:
@@ -426,7 +428,7 @@ def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisi
     if compute != master:
         return weights, _updated_numel(buffer, strategy, rank) * master.itemsize
     if shard_params or (shard_optim and _has_format(buffer, precision)):
-        weights += own_numel * master.itemsize
+        weights += numel * master.itemsize
     return weights, 0
 
 
@@ -437,7 +439,7 @@ def _shards_optim(buffer: Buffer, strategy: ShardingStrategy) -> bool:
 def _updated_numel(buffer: Buffer, strategy: ShardingStrategy, rank: int) -> int:
     """Elements of a buffer, padding included, that the optimizer of ``rank`` updates."""
     layout = buffer.layout
-    return layout.own_numel(rank) if _shards_optim(buffer, strategy) else layout.padded_numel
+    return own_numel(layout, rank) if _shards_optim(buffer, strategy) else layout.padded_numel
 
 
 def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
@@ -487,7 +489,7 @@ def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precisio
 
 def _wide_bytes(buffer: Buffer, rank: int) -> int:
     """Bytes of two float64 per element of a rank's shard."""
-    return buffer.layout.own_numel(rank) * 2 * (16 if buffer.dtype.is_complex else 8)
+    return own_numel(buffer.layout, rank) * 2 * (16 if buffer.dtype.is_complex else 8)
 
 
 def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
@@ -512,6 +514,6 @@ def _pieces(buffer: Buffer, rank: int | None, device_type: str) -> Sequence[Piec
     """The pieces that the optimizer of ``rank`` updates; None: of a replicated one."""
     layout = buffer.layout
     if rank is None and (device_type != "cpu" or layout.keeps_tensors_whole):
-        return layout.tensors()
+        return tuple(layout.pieces(0, layout.padded_numel))
     ranks = range(layout.world_size) if rank is None else [rank]
     return tuple(piece for each in ranks for piece in layout.owned(each))

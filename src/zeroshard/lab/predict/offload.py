@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 
 from zeroshard.host.slab import room
 from zeroshard.lab.predict.actions import Settings
-from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.lab.predict.hardware import LINKS
 from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on_host, on_disk, sends_master
 from zeroshard.lab.predict.model_spans import ROOT, Trace
@@ -247,7 +247,7 @@ def unit_times(
     found: dict[str, UnitTimes] = {}
     for buffer in (buffer for buffer in buffers if buffer.trained):
         layout, master, precision = buffer.layout, buffer.dtype.itemsize, buffer.policy(settings.precision)
-        numel = layout.own_numel(settings.rank) if shards else layout.padded_numel
+        numel = own_numel(layout, settings.rank) if shards else layout.padded_numel
         reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
         in_file = numel * _bytes_in_file(buffer, optimizer, settings, offload) if walks else 0.0
         grads_bytes = numel * reduced if offload.grads == "disk" else 0
@@ -330,7 +330,7 @@ def frozen_s(buffers: Sequence[Buffer], offload: Offload, settings: Settings, ra
 def _shard_bytes(buffer: Buffer, settings: Settings) -> int:
     """Bytes of a rank's shard of the weights in the compute dtype."""
     layout = buffer.layout
-    numel = layout.own_numel(settings.rank) if settings.strategy.optim is SHARD else layout.padded_numel
+    numel = own_numel(layout, settings.rank) if settings.strategy.optim is SHARD else layout.padded_numel
     return numel * buffer.policy(settings.precision).compute_dtype(buffer.dtype).itemsize
 
 
@@ -360,7 +360,7 @@ def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings
     away = buffers_away(buffers, offload)
     shards = settings.strategy.optim is SHARD
     chosen = [buffer for buffer in buffers if buffer.name in away]
-    numels = [b.layout.own_numel(settings.rank) if shards else b.layout.padded_numel for b in chosen]
+    numels = [own_numel(b.layout, settings.rank) if shards else b.layout.padded_numel for b in chosen]
     sent = {*frozen_on_host(buffers, settings.strategy, offload), *(away if offload.weights == "host" else ())}
     wanted = [room(_shard_bytes(buffer, settings)) for buffer in buffers if buffer.name in sent]
     widths = [buffer.policy(settings.precision).reduced_dtype(buffer.dtype).itemsize for buffer in chosen]

@@ -30,7 +30,7 @@ from zeroshard.lab.predict.actions import (
     Step,
     Wait,
 )
-from zeroshard.lab.predict.buffers import Buffer
+from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import (
     DISK,
@@ -228,7 +228,8 @@ def _updated_numels(buffer: Buffer, settings: Settings) -> list[int]:
     """Elements of each piece of a buffer that this rank's optimizer updates; of tensors if it is replicated."""
     layout = buffer.layout
     sharded = settings.strategy.optim is SHARD and layout.world_size > 1
-    return [piece.numel for piece in (layout.owned(settings.rank) if sharded else layout.tensors())]
+    pieces = layout.owned(settings.rank) if sharded else layout.pieces(0, layout.padded_numel)
+    return [piece.numel for piece in pieces]
 
 
 def _copied(buffer: Buffer, settings: Settings) -> bool:
@@ -245,7 +246,7 @@ def _seen(buffers: Sequence[Buffer], settings: Settings, *, here: bool = False) 
     shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
     trained = (buffer for buffer in buffers if buffer.trained and buffer.name not in away)
     rank = settings.rank
-    return [(b, b.layout.own_numel(rank) if shard_optim else b.layout.padded_numel) for b in trained]
+    return [(b, own_numel(b.layout, rank) if shard_optim else b.layout.padded_numel) for b in trained]
 
 
 def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> Iterator[Action]:

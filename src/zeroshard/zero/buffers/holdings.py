@@ -110,8 +110,8 @@ def _grads(unit: str, group: FlatGroup) -> Iterator[Holding]:
         yield Holding(group.category("grads") if grads.away_bytes else "grads", unit, reduced)
     if local is not None:
         yield Holding("grads" if grads.keep_local else "unit_buffers", unit, local)
-    if grads.packed is not None:
-        yield Holding("unit_buffers", unit, grads.packed)
+    if grads.reduction is not None and grads.reduction.packed is not None:
+        yield Holding("unit_buffers", unit, grads.reduction.packed)
     yield from (Holding("grads", unit, tensor) for tensor in grads.running_tensors)
     if arriving is not None:
         yield Holding("grads", unit, arriving)

@@ -95,6 +95,10 @@ class FlatGroup(Group):
         """Whether the layout keeps tensors whole."""
         return self.params.layout.keeps_tensors_whole
 
+    def keeps_blocks(self, block: int) -> bool:
+        """Whether no shard cuts a block of so many elements of a parameter; `WHOLE`: whether none cuts a parameter."""
+        return self.keeps_tensors_whole or self.params.layout.block % block == 0
+
     def lay_out_anew(self, chosen: set[nn.Parameter], name: str, lay_out: LaysOut) -> list[FlatGroup]:
         """Return the parameters in new groups: first one of those not chosen, if any, then one of the chosen.
 

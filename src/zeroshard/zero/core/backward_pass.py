@@ -38,6 +38,7 @@ class BackwardPass(Cursor):
     Attributes:
         forward: the forward whose calls it goes through now.
         called_again: units that one forward called several times.
+        ends_badly: whether an exception came after its last gradient.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BackwardPass(Cursor):
         run = _Run()
         at_end_of_backward(run)
         self._run = weakref.ref(run)
-        self._failed = False
+        self.ends_badly = False
         # If so, a backward through this backward may follow; it reads weights before any hook is called.
         self.creates_graph = torch.is_grad_enabled()
 
@@ -67,10 +68,6 @@ class BackwardPass(Cursor):
             return self.forwards[0].calls.get(unit, 0)
         return max([forward.calls.get(unit, 0) for forward in self.forwards])
 
-    def forward_of(self, op: Op) -> Forward:
-        """The forward that the operation belongs to."""
-        return self.forwards[-1 - op.sweep]
-
     def is_first(self, sweep: int) -> bool:
         """Whether no earlier sweep of this pass has freed weights that forward left unsharded."""
         return sweep == len(self.forwards) - 1
@@ -78,8 +75,4 @@ class BackwardPass(Cursor):
     @property
     def failed(self) -> bool:
         """Whether an exception ended this pass."""
-        return self._failed or self._run() is None
-
-    def fail(self) -> None:
-        """Record that an exception ended this pass after its last gradient."""
-        self._failed = True
+        return self.ends_badly or self._run() is None

@@ -1,80 +1,64 @@
 """`Engine`: ZeRO stages 0-3 for a module, by the files of this folder alone.
 
-`zeroshard.Zero` is this engine with everything attached: ``param.grad``, users' optimizers, refusals, wire formats, ...
+`zeroshard.Zero` makes it of its `Parts`, and attaches the rest: ``param.grad``, users' optimizers, refusals, ...
 
 The path of a step::
 
-    model(...)      hooks -> passes -> Unit.unshard -> Weights.unshard     gathered ahead of use, freed after it
+    model(...)      hooks -> Passes.unshard -> Weights.unshard             gathered ahead of use, freed after it
     backward()      hooks -> Gradients.accumulate; passes -> schedule -> Unit.reduce -> Gradients.reduce
-    step()          the class updates this rank's pieces of the masters -> Weights.mark_stale
+    step()          the class updates this rank's pieces of the masters -> PieceOptimizer.after_step -> mark_stale
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, labelled
-from zeroshard.comm.backends.torch_dist import communicator
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.host.torch_internals import IncompatibleKeys
 from zeroshard.zero.core.gradients import clip_, global_norm
 from zeroshard.zero.core.hooks import UnitHooks, take_gradient
-from zeroshard.zero.core.optimizer import PieceOptimizer
 from zeroshard.zero.core.passes import Passes
-from zeroshard.zero.core.precision import Precision
-from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
-from zeroshard.zero.core.units import AnyGroup, Group, Unit, UnitSpec, groups_of, partition
+from zeroshard.zero.core.units import AnyGroup, Unit, UnitSpec
 
 Check = Callable[[Tensor], Tensor]  # returns a norm, or raises
-_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that an engine was made for
-
-
-def live_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return every entry of ``model.state_dict()`` as the live tensor."""
-    return model.state_dict(keep_vars=True)
 
 
 @dataclass(frozen=True)
 class Parts(Generic[AnyGroup]):
-    """What of an engine can be exchanged: `Engine.assembled` puts it together.
+    """What of an engine can be exchanged: `Engine.of` puts it together.
 
     Attributes:
         specs: what becomes a unit, the root first.
         groups: makes the flat groups of a unit, with their transport, reducer, layout and initial values.
-        passes: makes what hears of forwards and backwards, of the root unit and the others.
+        passes: makes what hears of forwards and backwards, of the root unit and the others; buffers have their values.
         world: all ranks.
-        cast: the dtype that floating-point inputs of the model are cast to; None: they are not.
         named_state: every entry of a model's state dict as the live tensor.
+        cast: the dtype that floating-point inputs of the model are cast to; None: they are not.
     """
 
     specs: Sequence[UnitSpec]
     groups: Callable[[UnitSpec], list[AnyGroup]]
     passes: Callable[[Unit[AnyGroup], list[Unit[AnyGroup]]], Passes[AnyGroup]]
     world: Communicator
+    named_state: Callable[[nn.Module], dict[str, Tensor]]
     cast: torch.dtype | None = None
-    named_state: Callable[[nn.Module], dict[str, Tensor]] = live_state
 
 
 class Engine:
-    """Trains ``model``, in place, with training state sharded over ranks as a row of `STAGES` says: see `Engine.of`.
+    """Trains ``model``, in place, with training state sharded over ranks as its parts say: see `Engine.of`.
 
     Attributes:
         model, comm: the module, which is called once before each backward; the ranks that train it together.
         passes: forward and backward, and the units; while its ``sync`` is False, backwards accumulate alone.
         handles: of the hooks of the units' modules, which can be removed by them.
-
-    With plain parts ``param.grad`` stays None, so torch's own clipping and optimizers have nothing to do: use the
-    methods here.
     """
 
     def __init__(self, model: nn.Module, passes: Passes[Any], handles: list[Any], parts: Parts[Any]) -> None:
@@ -82,41 +66,11 @@ class Engine:
         self.named_state = partial(parts.named_state, model)
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        stage: int | ShardingStrategy = 3,
-        units: Sequence[nn.Module] = (),
-        comm: Communicator | None = None,
-        precision: Precision | None = None,
-        *,
-        prefetch: int = 1,
-    ) -> Engine:
-        """Move the parameters to flat buffers, and hook the model: it trains from rank 0's values. Collective.
+    def of(cls, model: nn.Module, parts: Parts[AnyGroup]) -> Engine:
+        """Move the parameters to flat buffers, unit by unit, and hook the modules: it trains from rank 0's values.
 
-        ``units``, in the order in which they run: their weights are gathered together, ``prefetch`` of them ahead.
-        ``comm`` is as for `zeroshard.Zero`. ValueError: what that is for, a model that has an engine, another's unit.
+        Collective. What parameters show as ``grad`` is `Passes.shown`'s; without it they show None.
         """
-        comm, strategy, policy = comm or communicator(None), resolve_strategy(stage), precision or Precision()
-        if strategy.secondary_shard_size is not None or type(policy) is not Precision:
-            raise ValueError("stage, precision: a second copy and MixedPrecision need zeroshard.Zero; give a Precision")
-        if model in _MODELS or not set(units) <= set(model.modules()):
-            raise ValueError("model, units: the model has an engine already, or a unit is not its submodule")
-        _MODELS.add(model)
-        ranks = RankGroups.of(comm)
-
-        def groups(spec: UnitSpec) -> list[Group]:
-            return groups_of(spec.name, spec.params, lambda *named: Group.of(*named, strategy, ranks, policy))
-
-        def passes(root: Unit[Group], others: list[Unit[Group]]) -> Passes[Group]:
-            return Passes(root, others, ranks, strategy, prefetch)
-
-        cast = policy.param_dtype if policy.cast_forward_inputs else None
-        return cls.assembled(model, Parts(partition(model, units), groups, passes, comm, cast))
-
-    @classmethod
-    def assembled(cls, model: nn.Module, parts: Parts[AnyGroup]) -> Engine:
-        """Make the units of the model's parameters, and hook their modules. Collective."""
         root, *others = [
             Unit(spec.name, spec.module, parts.groups(spec), read_in_backward=spec.read_in_backward)
             for spec in parts.specs
@@ -135,13 +89,6 @@ class Engine:
                 if param.requires_grad:
                     take_gradient(passes, group, slot, param)
         return cls(model, passes, handles, parts)
-
-    def piece_optimizer(
-        self, optimizer_cls: type[Optimizer], params: Iterable[Any] | None = None, **settings: Any
-    ) -> PieceOptimizer[Any]:
-        """Make an element-wise optimizer over this rank's pieces of ``params`` (None: of all parameters)."""
-        homes = {param: (each, slot) for each in self.passes.groups() for slot, param in enumerate(each.params.params)}
-        return PieceOptimizer(optimizer_cls, self.model.parameters() if params is None else params, homes, **settings)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, check: Check = Tensor.detach) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; return the norm before it. Collective.

@@ -88,6 +88,9 @@ class Gradients:
         reduced: the mean over ranks of the gradients reduced so far; None before the first reduction.
         offset: of `reduced` in the flat buffer.
         away: where reduced gradients wait, if that is off the device.
+        own_slice: the part of the flat buffer that this rank's optimizer sees.
+        small: the small gradients that wait to be copied into the local buffer.
+        reduction: the reduction in flight.
     """
 
     away: GradsAway | None = None
@@ -114,7 +117,7 @@ class Gradients:
         self.used, self.written = [False] * len(layout.slots), [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         start, stop = layout.interval(self.comm.rank) if self.shard_optim else (0, layout.padded_numel)
-        self._own_slice, self.offset = slice(start, stop), start
+        self.own_slice, self.offset = slice(start, stop), start
         self.num_backwards, self.has_writes = 0, False
         self.unusable: dict[int, str] = {}
         self.unusable_now: str | None = None
@@ -126,10 +129,10 @@ class Gradients:
         self._scale_on_device = self._scale_there()
         dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
         self._widened = {each for each in dtypes if torch.promote_types(each, reduce_dtype) == reduce_dtype}
-        self._small = SmallGrads(layout, reduce_dtype)
+        self.small = SmallGrads(layout, reduce_dtype)
         self._local: Tensor | None = None
         self._views: list[Tensor] = []  # of the local buffer, by slot
-        self._reduction: GradientReduction | None = None  # the one in flight; while it is, this is set:
+        self.reduction: GradientReduction | None = None  # the one in flight; while it is, this is set:
         self._arriving: Tensor
         self._work: Work | None = None  # of its last collective
         self._streams: Streams = NO_STREAMS
@@ -149,9 +152,9 @@ class Gradients:
         """Add ``grad`` (the parameter's shape, the compute dtype) to slot ``slot`` of this rank's sum."""
         if self.unusable_now is not None:
             self.unusable[slot] = self.unusable_now
-        small = self._small
+        small = self.small
         if slot in small.waiting:  # an earlier one of this slot
-            self._copy_in()
+            self.copy_in()
         first = not (self.used if self.adds_in_place else self.written)[slot]
         self._vacate_local()
         views = self._views or self._local_views()
@@ -197,21 +200,16 @@ class Gradients:
             return None
         return torch.tensor([self._scale], dtype=self.reduce_dtype, device=self.device)
 
-    def _copy_in(self) -> None:
+    def copy_in(self) -> None:
         """Copy the small gradients that wait into the local buffer, and scale them."""
-        self._small.copy_in(self._views, self._scale)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of small gradients that wait to be copied into the local buffer."""
-        return self._small.num_bytes
+        self.small.copy_in(self._views, self._scale)
 
     def local_grad(self, slots: Iterable[int]) -> Tensor | None:
         """This rank's sum in the first of ``slots`` that has one to be reduced; None if none has."""
         slot = next((slot for slot in slots if self.written[slot]), None)
         if slot is None:
             return None
-        self._copy_in()
+        self.copy_in()
         return self._local_views()[slot]
 
     def _local_views(self) -> list[Tensor]:
@@ -226,8 +224,8 @@ class Gradients:
 
     def _vacate_local(self) -> None:
         """Before the local buffer is written: move reduced gradients, or a reduction in flight, out of it."""
-        if self._reduction is not None:
-            if self._reduction.num_left and self._work is not None:  # [Note: Several collectives]
+        if self.reduction is not None:
+            if self.reduction.num_left and self._work is not None:  # [Note: Several collectives]
                 self._work.wait()
                 self._arriving = self._out_of_local(self._arriving)
                 return
@@ -244,10 +242,10 @@ class Gradients:
         """
         self.wait_for_reduce()
         self._vacate_local()
-        local = self._complete()
+        local = self.complete()
         self._arriving = self._target(local)
         with labelled(f"{self.name}/grads"), self._streams.on("reduce", self._streams.mark()):
-            self._reduction = self.reducer.begin(local)  # behind the kernels that have written the local buffer
+            self.reduction = self.reducer.begin(local)  # behind the kernels that have written the local buffer
         return self.issue()
 
     def issue(self) -> bool:
@@ -256,7 +254,7 @@ class Gradients:
         A further one reads what the one before it has written, so its stream waits for that; the host does not, nor
         does the stream that computes: [Note: Several collectives].
         """
-        reduction, before = self._reduction, self._work
+        reduction, before = self.reduction, self._work
         if reduction is None or not reduction.num_left:
             return False
         with labelled(f"{self.name}/grads"), self._streams.on("reduce" if before is None else "replicate"):
@@ -265,9 +263,9 @@ class Gradients:
             self._work = self._streams.issued(reduction.issue(self._arriving))
         return reduction.num_left > 0
 
-    def _complete(self) -> Tensor:
+    def complete(self) -> Tensor:
         """Fill slots without a gradient and the padding with zeros; return the buffer. Nothing is written after it."""
-        self._copy_in()
+        self.copy_in()
         for view, has_sum in zip(self._local_views(), self.used if self.adds_in_place else self.written, strict=True):
             if not has_sum:
                 view.zero_()
@@ -289,21 +287,21 @@ class Gradients:
         reduced = self.reduced
         if reduced is not None and (running is not None or self.adds_in_place):
             return reduced
-        part = local[self._own_slice]
+        part = local[self.own_slice]
         if running is None and (reduced is not None or self.keep_local or self.reduce_dtype != self.reduced_dtype):
             return part
         return empty_for(self._arrives_for, part.numel(), self.reduced_dtype, part.device)
 
     def wait_for_reduce(self) -> None:
         """Finish the reduction in flight, if any, and add its result to `reduced`."""
-        if self._reduction is None:
+        if self.reduction is None:
             return
-        while self._reduction.num_left:
+        while self.reduction.num_left:
             self.issue()
         assert self._work is not None
         self._work.wait()  # the result is read next, and the local buffer freed
-        self._reduction.deliver(self._arriving)
-        arrived, self._reduction, self._work = self._arriving, None, None
+        self.reduction.deliver(self._arriving)
+        arrived, self.reduction, self._work = self._arriving, None, None
         del self._arriving
         if self.away is None:
             self.keep_here(arrived)
@@ -328,7 +326,7 @@ class Gradients:
                 return []
             lengths += [piece.offset - end, piece.shape[0]]
             end = piece.offset + piece.shape[0]
-        return [*lengths, self._own_slice.stop - end]
+        return [*lengths, self.own_slice.stop - end]
 
     def pieces(self, pieces: Sequence[Piece], cuts: list[int]) -> list[Tensor]:
         """Views of the reduced gradients of ``pieces``, in their shapes.
@@ -346,23 +344,10 @@ class Gradients:
     def of_slot(self, slot: int) -> Tensor:
         """This rank's part of the reduced gradient of a slot: a 1-D view."""
         assert self.reduced is not None
-        place, own = self.layout.slots[slot], self._own_slice
+        place, own = self.layout.slots[slot], self.own_slice
         start = min(max(place.offset, own.start), own.stop)
         stop = min(max(place.offset + place.numel, start), own.stop)
         return self.reduced[start - own.start : stop - own.start]
-
-    def put(self, slot: int, part: Tensor) -> None:
-        """Replace this rank's part of the gradient of ``slot`` by ``part``."""
-        self.wait_for_reduce()
-        self._copy_in()
-        if self.reduced is None and self.adds_in_place:
-            self.reduced = self._target(self._complete())
-        elif self.reduced is None:
-            numel = self._own_slice.stop - self._own_slice.start
-            self.reduced = torch.zeros(numel, dtype=self.reduced_dtype, device=self.device)
-        self.of_slot(slot).copy_(part)
-        self.written[slot], self.used[slot] = False, True
-        self.unusable.pop(slot, None)
 
     def shards(self) -> list[Tensor]:
         """The reduced gradients on this rank, split by rank and part of the layout, for partial sums of the norm."""
@@ -387,7 +372,7 @@ class Gradients:
         """Drop the gradients of ``slots``; when no slot has one, free all buffers."""
         self.wait_for_reduce()
         self._end_step(slots)
-        self._small.drop(slots)
+        self.small.drop(slots)
         for slot in slots:
             self.written[slot] = self.used[slot] = False
         if not any(self.used):
@@ -403,7 +388,7 @@ class Gradients:
         """Fill the gradients of ``slots`` with zeros, reduced or not; a slot without a gradient still has none."""
         self.wait_for_reduce()
         self._end_step(slots)
-        self._copy_in()
+        self.copy_in()
         if slots >= {slot for slot, used in enumerate(self.used) if used}:
             self.num_backwards = 0
         for slot in slots:
@@ -427,12 +412,7 @@ class Gradients:
         They may share memory.
         """
         reduced = self.reduced if self.away is None else self.away.reduced_now
-        return self._local, reduced, None if self._reduction is None else self._arriving
-
-    @property
-    def packed(self) -> Tensor | None:
-        """The buffer of gradients that arrive elsewhere than in their target, until they have been added up."""
-        return None if self._reduction is None else self._reduction.packed
+        return self._local, reduced, None if self.reduction is None else self._arriving
 
     @property
     def away_bytes(self) -> int:
@@ -450,20 +430,6 @@ class Gradients:
     def running_tensors(self) -> list[Tensor]:
         """What the reducer keeps between reductions."""
         return [] if self.reducer.running_sum is None else self.reducer.running_sum.tensors
-
-
-def mark_unusable(buffers: Iterable[Gradients], whose: str | None, where: str) -> None:
-    """Let no optimizer step by gradients that arrive while other values are in the weights' place for a block.
-
-    ``whose``: the values whose gradients these are, such as "the global weights"; None: the weights are back.
-    ``where``: the block, as the user writes it: ``ema.weights()`` or ``local_steps.global_weights()``.
-    """
-    why = (
-        f"these are gradients of {whose}, from a backward inside {where}; call zero_grad() after reading them, and run "
-        f"the backward of a step outside {where}"
-    )
-    for each in buffers:
-        each.unusable_now = None if whose is None else why
 
 
 def global_norm(grads: Sequence[Gradients], comm: Communicator, norm_type: float, device: torch.device) -> Tensor:

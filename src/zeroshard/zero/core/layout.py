@@ -158,29 +158,25 @@ class FlatLayout:
         """Whether no shard cuts a slot."""
         return self.longest is not None
 
-    def keeps_blocks(self, block: int) -> bool:
-        """Whether no shard cuts a block of so many elements of a parameter; `WHOLE`: whether none cuts a parameter."""
-        return self.keeps_tensors_whole or self.block % block == 0
-
     @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
-    def shard_numel(self) -> int:
-        """Elements of each rank's shard, padding included; if shards differ, of the longest."""
+    def part_numel(self) -> int:
+        """Elements of each part of a shard, padding included; if shards differ, of the longest."""
         if self.longest is not None:
-            return self.longest
+            return self.longest // self.parts
         end = max((slot.offset + slot.numel for slot in self.slots), default=0)
         part = -(-end // (self.world_size * self.parts))
         part += -part % self.alignment if part >= LEAST_ALIGNED else 0
-        return self.parts * (part + -part % self.block)
+        return part + -part % self.block
 
-    @property
-    def part_numel(self) -> int:
-        """Elements of each part of a shard."""
-        return self.shard_numel // self.parts
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of each rank's shard, padding included; if shards differ, of the longest."""
+        return self.parts * self.part_numel if self.longest is None else self.longest
 
     @cached_property
     def padded_numel(self) -> int:
@@ -195,20 +191,7 @@ class FlatLayout:
             return self.uneven.interval(rank)
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def own_numel(self, rank: int) -> int:
-        """Elements of ``rank``'s shard."""
-        start, stop = self.interval(rank)
-        return stop - start
-
-    def part(self, rank: int, slot: int) -> tuple[int, int]:
-        """``[start, stop)`` of the flattened parameter in that slot that ``rank`` owns; (0, 0): nothing."""
-        return self.slots[slot].within(*self.interval(rank))
-
-    def cut(self, rank: int, slot: int) -> list[tuple[int, int]]:
-        """As `part`, but one interval for each of the `parts` of ``rank``'s shard."""
-        return [self.slots[slot].within(*part) for part in self._parts_of(rank)]
-
-    def _parts_of(self, rank: int) -> list[tuple[int, int]]:
+    def parts_of(self, rank: int) -> list[tuple[int, int]]:
         """``[start, stop)`` of each part of ``rank``'s shard in the flat buffer."""
         if self.parts == 1:
             return [self.interval(rank)]
@@ -239,11 +222,7 @@ class FlatLayout:
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of parameters in ``rank``'s shard, in order; empty parameters belong to no rank."""
-        return tuple(piece for part in self._parts_of(rank) for piece in self.pieces(*part))
-
-    def tensors(self) -> tuple[Piece, ...]:
-        """Return every parameter that is not empty as one piece, whichever ranks own it."""
-        return tuple(self.pieces(0, self.padded_numel))
+        return tuple(piece for part in self.parts_of(rank) for piece in self.pieces(*part))
 
     def updated_by_all(self, device: torch.device) -> tuple[Piece, ...]:
         """Return the pieces of a replicated optimizer, whose updates round as those of a sharded one."""

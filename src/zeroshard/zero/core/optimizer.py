@@ -6,11 +6,15 @@
 
 A class whose update of an element depends on that element's own history alone (SGD, Adam, ...) computes the same on
 pieces of a tensor as on all of it. It knows nothing of ranks.
+
+[Note: One step]
+    A step is the class's own ``step``, whoever calls it: `before_step` comes before its code and `after_step` after it,
+    from hooks that torch runs around each ``step`` (`zeroshard.zero.optimizers.step_hooks` installs them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Generic, Protocol
 
@@ -23,23 +27,6 @@ from zeroshard.zero.core.units import AnyGroup, Group
 
 Homes = dict[nn.Parameter, tuple[AnyGroup, int]]  # the group that holds a parameter, and its slot there
 State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
-
-
-class StepOperands(Protocol):
-    """Where a step finds masters, gradients and states, if some are elsewhere between steps.
-
-    Gradients may be there in a narrower dtype, states on the host, or on disk.
-    """
-
-    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of the pieces of which operands must be brought."""
-        ...
-
-    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
-        """Bring the operands of these pieces, which `to_bring` has returned."""
-
-    def take_back(self) -> None:
-        """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
 
 
 class StepListener(Protocol):
@@ -58,13 +45,13 @@ class StepListener(Protocol):
 class PieceOptimizer(Generic[AnyGroup]):
     """An instance of the user's class, `optimizer`, over this rank's pieces of some of the model's parameters.
 
+    Its steps are those of `optimizer`: [Note: One step]. They send nothing: weights are gathered before their next use.
+
     Attributes:
-        operands: where its steps find masters, gradients and states; None: on the device, as the class takes them.
         listener: is asked before its steps, and told after them; None: nobody is.
         has_state: whether it has stepped, or state was loaded into it: the same on every rank.
     """
 
-    operands: StepOperands | None = None
     listener: StepListener | None = None
     has_state = False
 
@@ -93,18 +80,6 @@ class PieceOptimizer(Generic[AnyGroup]):
     def members(self) -> set[nn.Parameter]:
         """The model's parameters that it updates."""
         return self._members
-
-    def step(self) -> None:
-        """Update this rank's pieces. No communication: weights are gathered before their next use."""
-        self.before_step()
-        if self.operands is not None:
-            self.operands.bring(self.operands.to_bring(chain.from_iterable(self.pieces)))
-        try:
-            self.optimizer.step()
-        finally:
-            if self.operands is not None:
-                self.operands.take_back()
-        self.after_step()
 
     def before_step(self) -> None:
         """Raise RuntimeError if gradients have accumulated that no backward has reduced, or the listener refuses."""

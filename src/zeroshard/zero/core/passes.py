@@ -396,7 +396,7 @@ class Passes(Generic[AnyGroup]):
         else:
             backward = self.backward
             assert backward is not None
-            needed = unit.active or unit in backward.called_again or backward.forward_of(op).calls.get(unit)
+            needed = unit.active or unit in backward.called_again or backward.forwards[-1 - op.sweep].calls.get(unit)
             if self.reshard_after_forward and not needed:
                 self.free(unit)
 
@@ -459,7 +459,7 @@ class Passes(Generic[AnyGroup]):
                     if self.sync and any(group.grads.used):
                         group.expose_grads()
         except BaseException:
-            backward.fail()
+            backward.ends_badly = True
             raise
         self.unreduced = not self.sync
         if self.shown is not None:

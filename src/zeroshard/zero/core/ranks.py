@@ -93,12 +93,6 @@ class RankGroups:
         return cls(comm, shard_group, split(comm, rules.columns(world_size, shard_size)), node_group)
 
     @property
-    def within_replica(self) -> RankGroups:
-        """The groups of one replica, as if it were the world: for an engine whose replicas take local steps."""
-        alone = LocalCommunicator()
-        return RankGroups(self.shard_group, self.shard_group, replicate_group=alone, node_group=self.node_group)
-
-    @property
     def parts(self) -> int:
         """Number of parts of each shard; the optimizer's pieces and partial norms end at the borders of parts."""
         return 1 if self.reproducible is None else self.reproducible // self.world.world_size

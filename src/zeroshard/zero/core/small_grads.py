@@ -45,7 +45,7 @@ class SmallGrads:
         self._layout = layout
         small = [slot.numel for slot in layout.slots if slot.numel <= SMALL_NUMEL]
         self._num_together = len(small) if len(small) >= LEAST_TOGETHER and dtype.is_floating_point else 0
-        self.are_little = LITTLE * sum(small) <= sum(slot.numel for slot in layout.slots)
+        self.are_little = LITTLE * sum(small) <= layout.numel
 
     def should_wait(self, grad: Tensor) -> bool:
         """Whether ``grad`` is to wait: it is small, no view of anything larger, and others will follow."""

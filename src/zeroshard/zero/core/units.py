@@ -15,11 +15,7 @@ from torch import nn
 from zeroshard.comm.streams import Streams
 from zeroshard.host.torch_internals import has_forward_hooks, own_parameters
 from zeroshard.zero.core.gradients import Gradients
-from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
-from zeroshard.zero.core.precision import Precision
-from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.core.strategy import ShardingStrategy
-from zeroshard.zero.core.weights import SHARDED, PlainTransport, Weights
+from zeroshard.zero.core.weights import SHARDED, Weights
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 Named = list[tuple[str, nn.Parameter]]  # parameters with their names in the model
@@ -42,17 +38,6 @@ class Group:
                 shard.grad_dtype = None  # so that its gradient may have a narrower dtype
         self.unreduced = False
         self._cuts = grads.cuts(params.pieces)
-
-    @classmethod
-    def of(
-        cls, name: str, params: Named, strategy: ShardingStrategy, rank_groups: RankGroups, precision: Precision
-    ) -> Group:
-        """Move parameters of one dtype and device to flat buffers, in order. Collective."""
-        comm, dtype, device = rank_groups.shard_group, params[0][1].dtype, params[0][1].device
-        layout = FlatLayout.of([(each, param.shape) for each, param in params], comm.world_size, ALIGNMENT)
-        weights = Weights(name, params, layout, strategy, rank_groups, precision, PlainTransport(comm, layout))
-        dtypes = precision.reduced_dtype(dtype), precision.gradient_dtype(dtype)
-        return cls(weights, Gradients(name, layout, strategy, rank_groups, device, *dtypes))
 
     def use_streams(self, streams: Streams) -> None:
         """Gather and reduce on these streams from now on."""

@@ -27,12 +27,12 @@ from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.tensor_broadcast import as_bytes, put_bytes
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
-from zeroshard.zero.core.gradients import mark_unusable
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.local_steps.outer_optimizer import Difference, Outer
 from zeroshard.zero.local_steps.settings import LocalSteps
 from zeroshard.zero.local_steps.step_order import StepOrder
 from zeroshard.zero.runtime.runtime import Runtime
+from zeroshard.zero.runtime.unsharded_weights import mark_unusable
 
 
 @dataclass(frozen=True)

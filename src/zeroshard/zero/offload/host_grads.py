@@ -56,7 +56,7 @@ class HostGrads(Gradients):
         self._is_locked = True  # whether it is page-locked, so that a GPU copies there itself
         super().__init__(*args, **kwargs)
         self.adds_in_place = False  # they leave the buffer, or an update reads them there
-        numel = self._own_slice.stop - self._own_slice.start
+        numel = self.own_slice.stop - self.own_slice.start
         self._stored = stored if stored is not None and stored.place_grads(numel, self.reduced_dtype) else None
 
     @property

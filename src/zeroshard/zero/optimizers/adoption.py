@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.optimizers.methods import is_known
 
 
 class Adopter(Protocol):
@@ -32,6 +31,7 @@ class Adopter(Protocol):
         """Take over an optimizer that the user has made."""
 
 
+KNOWN = "_zeroshard"  # an attribute of an optimizer whose methods an engine has replaced
 _owners: Any = WeakTensorKeyDictionary()  # parameter -> weak reference to its engine's `EngineOptimizers.adopt`
 _replaced: Any = WeakTensorKeyDictionary()  # parameters on the meta device that `Zero` has replaced by others
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()  # the objects whose method `adopt` is
@@ -91,7 +91,7 @@ def take_over(optimizer: Optimizer, *, may_move: bool = False) -> None:
     Raises:
         ValueError: it holds parameters of an engine's model beside others, or parameters that `Zero` has replaced.
     """
-    if is_known(optimizer) or not (len(_owners) or len(_replaced)):
+    if KNOWN in vars(optimizer) or not (len(_owners) or len(_replaced)):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     name = type(optimizer).__name__

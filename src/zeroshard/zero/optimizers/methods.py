@@ -19,24 +19,18 @@ from zeroshard.host.torch_internals import hooks_of, without_state_hooks
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State
+from zeroshard.zero.optimizers.adoption import KNOWN
 from zeroshard.zero.optimizers.operands import Lists, is_called_by_unit
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
-
-_OURS = "_zeroshard"  # on an optimizer that an engine knows
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Whether an engine has replaced this optimizer's methods."""
-    return _OURS in vars(optimizer)
 
 
 def install_methods(piecewise: PiecewiseOptimizer) -> None:
     """Replace methods, so that they work on the model's parameters and the engine is notified of steps."""
     optimizer = piecewise.optimizer
     own = vars(optimizer)
-    own[_OURS] = True
+    own[KNOWN] = True
     own["_step_supports_amp_scaling"] = False  # so GradScaler unscales gradients itself; ranks agree on NaN/Inf
     surrounding_ids(piecewise)
     add_group = optimizer.add_param_group

@@ -1,4 +1,4 @@
-"""Operands of a step that are elsewhere between steps: `zeroshard.zero.core.optimizer.StepOperands` says what that is.
+"""Operands of a step that are elsewhere between steps: `StepOperands` says what that is.
 
 A class of `torch.optim` steps unit by unit, so that only one unit's operands are brought at a time; so does one that
 declares that it may (`OptimizerKind.by_unit`). Another may count its steps, so it steps once, on all of them.
@@ -16,9 +16,26 @@ from torch import Tensor, nn
 
 from zeroshard.optim.classes.reach import declared
 from zeroshard.zero.buffers.unit import FlatGroup
-from zeroshard.zero.core.optimizer import State, StepOperands, pieces_in
+from zeroshard.zero.core.optimizer import State, pieces_in
 
 Lists = list[list[nn.Parameter]]  # pieces, for each param group
+
+
+class StepOperands(Protocol):
+    """Where a step finds masters, gradients and states, if some are elsewhere between steps.
+
+    Gradients may be there in a narrower dtype, states on the host, or on disk.
+    """
+
+    def to_bring(self, pieces: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the pieces of which operands must be brought."""
+        ...
+
+    def bring(self, pieces: Sequence[nn.Parameter]) -> None:
+        """Bring the operands of these pieces, which `to_bring` has returned."""
+
+    def take_back(self) -> None:
+        """Take back what was brought, with the values that it has now; nothing, if nothing is there."""
 
 
 class LaterUpdates(Protocol):

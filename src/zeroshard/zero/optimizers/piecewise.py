@@ -58,7 +58,7 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         listener: is notified of its steps.
     """
 
-    operands: CombinedOperands  # ty: ignore[incompatible-mutable-override] -- one object for all that is attached
+    operands: CombinedOperands
     listener: Listener  # ty: ignore[incompatible-mutable-override] -- there always is one
     kinds: list[OptimizerKind]
 
@@ -107,7 +107,9 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         return blocks
 
     def _attach(self, sharded: ShardedParams, listener: Listener, *, has_state: bool) -> None:
-        self.sharded, self.listener, self.operands = sharded, listener, CombinedOperands(WidenedGrads())
+        self.sharded, self.listener = sharded, listener
+        narrow = any(group.grads.reduced_dtype != group.params.dtype for group, _ in sharded.homes.values())
+        self.operands = CombinedOperands(*([WidenedGrads()] if narrow else []))
         self.has_state, self.holds_pieces = has_state, False
         self._everywhere_of: Any = None
         self._everywhere: dict[int, bool] = {}  # `is_everywhere`, by index, in the layout of these pieces
@@ -203,7 +205,8 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
         groups = self.optimizer.param_groups
         if self.holds_pieces:
             return
-        self.operands.wait()
+        if self.operands.later is not None:
+            self.operands.wait()
         for group, chosen in zip_longest(groups, self.by_group):
             # By identity: tensors have another equality.
             if group is None or chosen is None or [*map(id, group["params"])] != [*map(id, chosen)]:

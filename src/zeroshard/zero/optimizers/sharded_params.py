@@ -72,7 +72,7 @@ class ShardedParams:
 
     def cut_inside(self, blocks: Mapping[nn.Parameter, int]) -> dict[nn.Parameter, int]:
         """Those of these parameters whose layout may cut a block of so many elements, with that number."""
-        return {p: block for p, block in blocks.items() if not self.homes[p][0].params.layout.keeps_blocks(block)}
+        return {p: block for p, block in blocks.items() if not self.homes[p][0].keeps_blocks(block)}
 
     @contextmanager
     def all_or_none(self) -> Generator[None]:

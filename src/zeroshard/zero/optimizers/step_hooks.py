@@ -62,6 +62,7 @@ class _Steps:
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise = piecewise
         self._operands = OperandsOfSteps(piecewise)
+        self._brings = False  # whether the running step has operands that are elsewhere between steps
         self._depth = 0
         self._leaving: Any = None  # the handle of `leaves`
 
@@ -76,7 +77,8 @@ class _Steps:
             finally:
                 self._depth = 0
                 self._leave()
-                self._operands.end()
+                if self._brings:
+                    self._operands.end()
                 self._piecewise.show_params()
 
         return run
@@ -96,12 +98,15 @@ class _Steps:
             self._leave()
             self._leaving = optimizer.register_step_post_hook(uncompiled(self.leaves))
             return None
+        operands = self._piecewise.operands
+        self._brings = bool(operands.members) or operands.later is not None
         itself, *given = args  # torch passes the optimizer first
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
             self._piecewise.before_step()
             self._piecewise.show_pieces()
-            self._operands.begin(by_unit=True)
+            if self._brings:
+                self._operands.begin(by_unit=True)
             return None
         self._require_closure()
         wrapped = self._once(closure)
@@ -111,14 +116,15 @@ class _Steps:
     def ends(self, *_: Any) -> None:
         """After the class's own code: show parameters again, and notify the engine."""
         self._depth -= 1
-        if not self._depth:
+        if not self._depth and self._brings:
             self._operands.end()
         self._piecewise.show_params()
         if self._depth:
             self._piecewise.weights_changed()
         else:
             self._piecewise.after_step()
-            self._operands.arm()  # after weights are marked stale: what an update leaves for the next gather is current
+            if self._brings:  # after weights are marked stale: what an update leaves for the next gather is current
+                self._operands.arm()
 
     def leaves(self, *_: Any) -> None:
         """After an inner step: show pieces to the rest of the class's own code; [Note: A step inside a step].
@@ -159,7 +165,8 @@ class _Steps:
             result = closure()
             self._piecewise.listener.before_update(set())
             self._piecewise.show_pieces()
-            self._operands.begin(by_unit=False)
+            if self._brings:
+                self._operands.begin(by_unit=False)
             return result
 
         return torch.enable_grad()(run)

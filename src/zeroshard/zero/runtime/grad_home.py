@@ -47,18 +47,19 @@ class GradHome:
         self.comm, self.device = grads.comm, grads.device
         self.away = bool(group.place) and self.device.type != "cpu"
         self.sharded = grads.shard_optim and grads.comm.world_size > 1
-        self.shape = layout.slots[slot].shape
+        self._slot = layout.slots[slot]
+        self.shape = self._slot.shape
         self.layout = layout
         self.gone = False
 
     @cached_property
     def intervals(self) -> list[tuple[int, int]]:
         """``[start, stop)`` of the part that each rank holds, in the flattened gradient; computed at first use."""
-        return [self.layout.part(rank, self.slot) for rank in range(self.layout.world_size)]
+        return [self._slot.within(*self.layout.interval(rank)) for rank in range(self.layout.world_size)]
 
     def cuts(self, rank: int) -> list[tuple[int, int]]:
         """``[start, stop)`` of each stretch of the rank's part that has a partial norm of its own (see `norms`)."""
-        return self.layout.cut(rank, self.slot)
+        return [self._slot.within(*part) for part in self.layout.parts_of(rank)]
 
     def local(self) -> Tensor:
         """1-D: the part that this rank holds; raises RuntimeError if the gradient cannot be read now."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zeroshard.host.torch_internals import as_plain, let_foreach_take
 from zeroshard.zero.buffers.param_changes import resized
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.hooks import take_gradient
 from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
 from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
@@ -169,9 +170,23 @@ class ParamGrad:
             return
         full = grad.full_tensor() if isinstance(grad, ShardedGrad) else _dense(grad)
         start, stop = own_slice(self._home)
-        self.group.grads.put(self.slot, full.reshape(-1)[start:stop])
+        put(self.group.grads, self.slot, full.reshape(-1)[start:stop])
         self.group.expose_grads()
         self.param.grad = self.grad
+
+
+def put(grads: Gradients, slot: int, part: Tensor) -> None:
+    """Replace this rank's part of the reduced gradient of ``slot`` by ``part``."""
+    grads.wait_for_reduce()
+    grads.copy_in()
+    if grads.reduced is None and grads.adds_in_place:
+        grads.reduced = grads.complete()[grads.own_slice]
+    elif grads.reduced is None:
+        numel = grads.own_slice.stop - grads.own_slice.start
+        grads.reduced = torch.zeros(numel, dtype=grads.reduced_dtype, device=grads.device)
+    grads.of_slot(slot).copy_(part)
+    grads.written[slot], grads.used[slot] = False, True
+    grads.unusable.pop(slot, None)
 
 
 def _dense(grad: Tensor) -> Tensor:

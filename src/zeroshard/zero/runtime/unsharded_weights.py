@@ -16,6 +16,7 @@ from zeroshard.host.torch_internals import (
 )
 from zeroshard.zero.buffers.flat_params import Reads
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.passes import Passes
 
 Replaced = Literal["for good", "for now", "back"]
@@ -152,3 +153,17 @@ class UnshardedWeights:
     def readable(self) -> bool:
         """Whether the module's parameters are unsharded and current now."""
         return all(unit.readable for unit in self._units)
+
+
+def mark_unusable(buffers: Iterable[Gradients], whose: str | None, where: str) -> None:
+    """Let no optimizer step by gradients that arrive while other values are in the weights' place for a block.
+
+    ``whose``: the values whose gradients these are, such as "the global weights"; None: the weights are back.
+    ``where``: the block, as the user writes it: ``ema.weights()`` or ``local_steps.global_weights()``.
+    """
+    why = (
+        f"these are gradients of {whose}, from a backward inside {where}; call zero_grad() after reading them, and run "
+        f"the backward of a step outside {where}"
+    )
+    for each in buffers:
+        each.unusable_now = None if whose is None else why

@@ -28,7 +28,7 @@ def groups_to_leave(runtime: Runtime, blocks: Mapping[nn.Parameter, int]) -> lis
     return [
         group
         for group in runtime.groups()
-        if not all(group.params.layout.keeps_blocks(blocks.get(param, 1)) for param in group.params.params)
+        if not all(group.keeps_blocks(blocks.get(param, 1)) for param in group.params.params)
     ]
 
 
@@ -62,7 +62,7 @@ def lay_out_anew(unit: FlatUnit, chosen: set[nn.Parameter], block: int, lay_out:
     """Move the chosen parameters of a unit to groups that keep such blocks. Collective; see that of `FlatGroup`."""
     for index, group in enumerate(list(unit.groups)):
         moving = chosen.intersection(group.params.params)
-        if moving and not group.params.layout.keeps_blocks(block):
+        if moving and not group.keeps_blocks(block):
             first, *second = group.lay_out_anew(moving, f"{unit.name}#{len(unit.groups)}", lay_out)
             unit.groups[index] = first
             unit.groups += second
