@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import Communicator, LocalCommunicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
-from zeroshard.optim.classes.saved_states import grouped_facts, read_states, states_kept
+from zeroshard.optim.classes.saved_states import grouped_facts, kept_by, read_states
 from zeroshard.optim.named_shards import (
     NamedShard,
     ShardReader,
@@ -161,9 +161,9 @@ class DdpStrategy:
             require_shape(reader, name, kind, tuple(tensor.shape))
             if kind == "param" and EMA in reader.kinds(name):
                 require_shape(reader, name, EMA, tuple(tensor.shape))
-        params = dict(self.module.named_parameters())
-        reader = as_kept(self._make, grouped_facts(self.optimizer, params), reader, say=self.comm.rank == 0)
-        kept = states_kept(self.optimizer, self._make, params, reader)
+        groups = grouped_facts(self.optimizer, dict(self.module.named_parameters()))
+        reader = as_kept(self._make, groups, reader, say=self.comm.rank == 0)
+        kept = kept_by(self._make, groups, reader)
         with torch.no_grad():
             for name, kind, tensor in self._tensors():
                 tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
@@ -185,10 +185,10 @@ class DdpStrategy:
         params = list(self.module.parameters())
         states = [state for per_param in self._local_optimizer.state.values() for state in per_param.values()]
         total = {
-            "params": _num_bytes(params),
-            "grads": _num_bytes(param.grad for param in params if param.grad is not None),
+            "params": sum(param.nbytes for param in params),
+            "grads": sum(param.grad.nbytes for param in params if param.grad is not None),
             "master": 0,
-            "optimizer": _num_bytes(state for state in states if isinstance(state, Tensor)),
+            "optimizer": sum(state.nbytes for state in states if isinstance(state, Tensor)),
         }
         return total if self.ema is None else {**total, "ema": self.ema.num_bytes}
 
@@ -268,7 +268,3 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     finally:
         ddp.module.forward = forward
     ddp.zero_grad(set_to_none=True)
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

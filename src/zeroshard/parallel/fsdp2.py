@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from zeroshard.comm import Communicator, TorchCommunicator
 from zeroshard.comm.rendezvous import joined
 from zeroshard.optim.classes.kept_states import alike
-from zeroshard.optim.classes.saved_states import grouped_facts, states_kept
+from zeroshard.optim.classes.saved_states import grouped_facts, kept_by
 from zeroshard.optim.named_shards import (
     MODEL_KINDS,
     NamedShard,
@@ -200,8 +200,9 @@ class Fsdp2:
         for name, param in self._params.items():
             for kind in ("param", EMA) if EMA in reader.kinds(name) else ("param",):
                 require_shape(reader, name, kind, tuple(param.shape))
-        reader = as_kept(self._make, grouped_facts(self.optimizer, self._params), reader, say=self.comm.rank == 0)
-        kept = states_kept(self.optimizer, self._make, self._params, reader)
+        groups = grouped_facts(self.optimizer, self._params)
+        reader = as_kept(self._make, groups, reader, say=self.comm.rank == 0)
+        kept = kept_by(self._make, groups, reader)
         states: dict[DTensor, dict[str, Any]] = {}
         with torch.no_grad():
             for name, param in self._params.items():

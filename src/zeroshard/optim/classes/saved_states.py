@@ -44,19 +44,6 @@ def may_need_conversion(make: partial[Optimizer], kinds: Iterable[str]) -> bool:
     return any(kind.endswith(CODES) or not of_torch for kind in kinds if kind not in MODEL_KINDS)
 
 
-def states_kept(
-    optimizer: Optimizer, make: partial[Optimizer], params: Mapping[str, Tensor], reader: ShardReader
-) -> dict[str, Kept]:
-    """Return what an optimizer of whole ``params`` keeps of those with saved states; UserError if it keeps others.
-
-    Args:
-        optimizer: the optimizer that will load the states.
-        make: makes another one of its class and settings.
-        params: all parameters that it updates, by name.
-    """
-    return kept_by(make, grouped_facts(optimizer, params), reader)
-
-
 def grouped_facts(optimizer: Optimizer, params: Mapping[str, Tensor]) -> list[tuple[dict[str, Any], list[ParamFacts]]]:
     """Return the param groups of an optimizer of whole ``params``, each with what it knows of its parameters."""
     facts = {
