@@ -15,7 +15,7 @@ STEPS: dict[str, Any] = {"zero1, eager": "eager", "zero1, compile": "compile"}
 
 
 @functools.cache
-def _traced(name: str, checkpointing: bool, batch: int, device_type: str) -> tuple[Any, Any]:
+def _traced(name: str, checkpointing: str, batch: int, device_type: str) -> tuple[Any, Any]:
     import rows
     import torch
 
@@ -26,7 +26,8 @@ def _traced(name: str, checkpointing: bool, batch: int, device_type: str) -> tup
     return model, trace_language_model(model, batch, rows.SEQ_LEN, rows.BF16, device_type=device_type)
 
 
-def _peak_bytes(record: Record, device_type: str) -> int:
+@functools.cache  # each was measured in several rounds
+def _peak_bytes(name: str, checkpointing: str, stage: int, world: int, batch: int, device_type: str) -> int:
     """The planned peak of the step that rows.py takes: without clipping, by torch's AdamW."""
     import rows
 
@@ -35,9 +36,9 @@ def _peak_bytes(record: Record, device_type: str) -> int:
     from zeroshard.lab.predict.step import Settings, step_of
     from zeroshard.zero import STAGES
 
-    model, trace = _traced(record["model"], record["checkpointing"], record["rows"], device_type)
-    settings = Settings(STAGES[record["stage"]], rows.BF16, device_type=device_type, clips=False)
-    buffers = buffers_of(model, record["world"], model.units)
+    model, trace = _traced(name, checkpointing, batch, device_type)
+    settings = Settings(STAGES[stage], rows.BF16, device_type=device_type, clips=False)
+    buffers = buffers_of(model, world, model.units)
     return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
 
 
@@ -64,9 +65,9 @@ def planned(records: list[Record]) -> Iterator[Record]:
         common: dict[str, Any] = {"gpu": gpu, "seq_len": rows.SEQ_LEN, "dtype": "bfloat16"}
         for record in records:
             if record["row"] == "memory" and "peak_bytes" in record:
-                keys = ("row", "model", "checkpointing", "stage", "world", "rows")
-                device_type = "cpu" if toy else "cuda"
-                yield {**{key: record[key] for key in keys}, "planned_bytes": _peak_bytes(record, device_type)}
+                case = {key: record[key] for key in ("model", "checkpointing", "stage", "world", "rows")}
+                num_bytes = _peak_bytes(*case.values(), "cpu" if toy else "cuda")
+                yield {"row": record["row"], **case, "planned_bytes": num_bytes}
             elif calibration and record["row"] == "gpt2-124m" and record.get("round") == 0 and record["case"] in STEPS:
                 batch = record["tokens"] // rows.SEQ_LEN
                 planner = planner_for(model, global_batch=batch, kernels="reference", impl=STEPS[record["case"]],
