@@ -249,13 +249,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def _chosen(family, seen):
-    """Two of a family, and those that bring a value which no other family had: ``seen``. The same ones each time."""
+    """One of a family, and those that bring a value which no other family had: ``seen``. The same ones each time."""
     axes, draw = FAMILIES[family], random.Random(family)
     most = max(map(len, axes.values()))
     columns = [draw.sample((values * most)[:most], most) for values in axes.values()]
     for place, row in enumerate(zip(*columns, strict=True)):
         new = {*zip(axes, row, strict=True)} - seen
-        if new or place < 2:
+        if new or place < 1:
             seen |= new
             yield row
 
