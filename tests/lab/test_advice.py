@@ -27,7 +27,7 @@ REAL = {  # model, GPUs, their kind, and bytes of each
     "32b-4x24": (B32, 4, "rtx-4090-24gb", 0),
     "70b-8x80": (B70, 8, "h100-80gb", 0),
 }
-SMALL_ONES = [(1, 0.25), (1, 0.55), (2, 0.2), (2, 0.5)]
+SMALL_ONES = [(1, 0.55), (2, 0.2), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(1, 0.25), (2, 0.5)])]
 
 
 def small(num_gpus, share):
