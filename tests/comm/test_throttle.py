@@ -12,7 +12,6 @@ from zeroshard.comm.wrappers.throttle import bytes_per_link, num_hops
 from zeroshard.comm.wrappers.wrapper import Wrapper
 
 SLOW = Link(latency_s=1e-3, bytes_per_s=1e6)
-MB = 10**6
 
 
 @pytest.fixture

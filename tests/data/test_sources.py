@@ -14,8 +14,6 @@ from zeroshard.data.sources import (
 )
 from zeroshard.host.errors import UserError
 
-PLAYS = b"First Citizen:\nSpeak, speak.\n"
-
 
 def opened(path):
     return open_source("text", [str(path)], SyntheticSize(256, 100, 0))

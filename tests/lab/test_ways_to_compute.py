@@ -38,10 +38,6 @@ def _works(row):
     return [work for action in row.step.last if isinstance(action, Compute) for work in action.work]
 
 
-def _flops(row, *, attention=False):
-    return sum(work.flops for work in _works(row) if work.attention == attention)
-
-
 @pytest.mark.redundant
 def test_autocast_keeps_fp32_and_computes_in_16_bits():
     found = _plan(autocast=True)

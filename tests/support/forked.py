@@ -1,6 +1,6 @@
 """`subprocess` for tests, where ``python ...`` is forked from a server that has imported torch: `fork_server`.
 
-`Popen`, `run` and `check_output` take what `subprocess`'s take, with ``[sys.executable, "-m" | "-c" | SCRIPT, ...]``. A
+`Popen` and `run` take what `subprocess`'s take, with ``[sys.executable, "-m" | "-c" | SCRIPT, ...]``. A
 program that must be a real start (signals at start, import times, packaging) says `subprocess`. `PYTHON` is a command
 that stands for ``python``, for launchers and shell scripts that start it by themselves.
 """
@@ -162,8 +162,3 @@ def run(args: Any, *, input: Any = None, capture_output: bool = False, timeout: 
     if check:
         done.check_returncode()
     return done
-
-
-def check_output(args: Any, **options: Any) -> Any:
-    """`subprocess.check_output`."""
-    return run(args, stdout=subprocess.PIPE, check=True, **options).stdout

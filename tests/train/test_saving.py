@@ -31,10 +31,6 @@ class _Heard:
             self.words[rank].append(word)
             self._changed.notify_all()
 
-    def wait_until_both_hear(self, word):
-        with self._changed:
-            assert self._changed.wait_for(lambda: all(word in words for words in self.words), 60)
-
     def wait_until_both_hear_more(self, do):
         with self._changed:
             more = [len(words) + 1 for words in self.words]

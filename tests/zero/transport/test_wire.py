@@ -12,7 +12,7 @@ from exactness import same_bits
 from late import late
 from zero.transport.wire_runs import batch, net, steps
 from zeroshard import checkpoint
-from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, ThreadCommunicator, run_threads
+from zeroshard.comm import LocalCommunicator, NullCommunicator, ObservedCommunicator, run_threads
 from zeroshard.settings.wire_formats import BlockFormat
 from zeroshard.zero import MixedPrecision, Zero
 from zeroshard.zero.buffers.changed_values import bit_sums
@@ -250,9 +250,6 @@ def test_bad_wires_are_named():
     zero = Zero(net(), 1, comm=comm, precision=INT8)
     with pytest.raises(ValueError, match=r"^gather: .*stage 0 has no wire format"):
         zero.restage(0)
-
-    class NoExchange(ThreadCommunicator):
-        all_to_all = None
 
     engine = Zero(net(), 1, comm=NullCommunicator(2), precision=INT8)
     engine.comm.all_to_all = None
