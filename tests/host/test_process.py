@@ -75,3 +75,21 @@ def test_who_has_spoken_is_heard():
     assert variables(THP_MEM_ALLOC_ENABLE="0")[0] == "0"
     assert variables(MALLOC_TRIM_THRESHOLD_="65536")[1:] == ["65536", "unset", "unset"]
     assert variables(GLIBC_TUNABLES="glibc.malloc.trim_threshold=65536")[1:3] == ["unset", "unset"]
+
+
+WITHOUT_COMPILER = """
+import sys
+from zeroshard.cli import main
+from zeroshard.zero.core import hooks
+assert main(["plan", "--model", "llama-tiny", "--gpu", "h100-80gb", "--model.activation-checkpointing", "full"]) == 0
+assert not [name for name in sys.modules if name == "torch._dynamo" or name.startswith("torch._inductor")]
+import torch
+left = torch.utils.checkpoint.checkpoint.__wrapped__
+assert not hasattr(left, "__dynamo_disable")
+assert hasattr(hooks._hook_of_unit().__call__, "_torchdynamo_disable")
+assert torch._dynamo.is_compiling() is False
+"""
+
+
+def test_a_plan_does_not_import_the_compiler_which_is_as_ever_afterwards():
+    assert "micro-batch" in run(WITHOUT_COMPILER)

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from hf_models import ARCHITECTURES, GROUPED, require_transformers
 from zeroshard.host.errors import UserError
 from zeroshard.lab.predict import model_trace
 from zeroshard.lab.predict.model_spans import repeat_blocks
 from zeroshard.lab.predict.model_trace import tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.on_meta import on_meta
 from zeroshard.models import build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.models.hugging_face.model import TRACE_ON_META
 from zeroshard.models.llama import MLP
 from zeroshard.models.lora import TARGETS
 from zeroshard.zero import MixedPrecision
@@ -45,6 +48,7 @@ ON_META = [  # in `make test`; of the others some are traced with fake tensors i
     ("llama-tiny", "selective:2", "auto", "cpu", BF16),
     ("llama-tiny", "offload by 3 tiles", "auto", "cpu", FP32),
 ]
+OF_TRANSFORMERS = [("qwen2", "full by 3 tiles"), ("mistral", "none")]  # the second has a mask: fake tensors after all
 _AXES = (
     ("gpt2-demo", "llama-tiny"),
     ("none", "full", "selective:2", "offload by 3 tiles"),
@@ -67,6 +71,27 @@ def test_the_trace_on_the_meta_device_is_the_one_of_fake_tensors(name, recompute
     assert trace_language_model(model, 2, SEQ_LEN, precision, device_type=device_type) == _whole(
         model, 2, precision, device_type
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputed"),
+    [
+        pytest.param(kind, recomputed, marks=[] if (kind, recomputed) in OF_TRANSFORMERS else [pytest.mark.soak])
+        for kind in sorted(TRACE_ON_META)
+        for recomputed in ("none", "full", "offload", "full by 3 tiles")
+    ],
+)
+def test_models_of_transformers_trace_on_the_meta_device_as_with_fake_tensors(kind, recomputed, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(model_trace, "on_meta", lambda: asked.append(kind) or on_meta())
+    recomputed, _, tiles = recomputed.removesuffix(" tiles").partition(" by ")
+    config = require_transformers().AutoConfig.for_model(kind, **ARCHITECTURES.get(kind, GROUPED))
+    config.save_pretrained(tmp_path)
+    overrides = {"activation_checkpointing": recomputed, "tiles": tiles or "none"}
+    with torch.device("meta"):
+        model = build_model(f"hf:{tmp_path}", overrides=overrides, for_plan=True)
+    assert trace_language_model(model, 2, SEQ_LEN, BF16, device_type="cuda") == _whole(model, 2, BF16, "cuda")
+    assert asked == [kind]
 
 
 @pytest.mark.redundant

@@ -20,7 +20,7 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -29,18 +29,18 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {**_GROUPED, "tie_word_embeddings": True, "rope_scaling": _LLAMA3, "rope_theta": 10_000.0},
-    "qwen2": {**_GROUPED, "tie_word_embeddings": True},
-    "qwen3": {**_GROUPED, "head_dim": 8, "tie_word_embeddings": False},
-    "mistral": {**_GROUPED, "sliding_window": 5},
-    "gemma2": {**_GROUPED, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5},
-    "gemma3_text": {**_GROUPED, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5},
+    "llama": {**GROUPED, "tie_word_embeddings": True, "rope_scaling": _LLAMA3, "rope_theta": 10_000.0},
+    "qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 8, "tie_word_embeddings": False},
+    "mistral": {**GROUPED, "sliding_window": 5},
+    "gemma2": {**GROUPED, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5},
+    "gemma3_text": {**GROUPED, "head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 5},
     "phi": {**_SIZES, "partial_rotary_factor": 0.5},
-    "phi3": {**_GROUPED},
+    "phi3": {**GROUPED},
     "gpt_neox": {**_SIZES, "rotary_pct": 0.5, "tie_word_embeddings": False},
-    "smollm3": {**_GROUPED, "no_rope_layer_interval": 2},
+    "smollm3": {**GROUPED, "no_rope_layer_interval": 2},
     "qwen3_moe": {
-        **_GROUPED,
+        **GROUPED,
         "head_dim": 4,
         "moe_intermediate_size": 12,
         "num_experts": 32,  # more than a micro-batch of few tokens chooses
@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "mlp_only_layers": [0],
     },
-    "mixtral": {**_GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
 }
 
 
@@ -63,7 +63,7 @@ def require_transformers() -> Any:
 def make_model(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A random model, larger than `transformers` draws it, so that every part of it counts."""
     transformers = require_transformers()
-    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES.get(kind, _GROUPED), **changes})
+    config = transformers.AutoConfig.for_model(kind, **{**ARCHITECTURES.get(kind, GROUPED), **changes})
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

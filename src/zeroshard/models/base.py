@@ -95,7 +95,7 @@ class LanguageModel(nn.Module, ABC):
     takes_positions: ClassVar[bool] = False
     keeps_examples_apart: ClassVar[bool] = False
     shares_sequences: ClassVar[bool] = False
-    traces_on_meta: ClassVar[bool] = False
+    traces_on_meta: bool = False
     takes_loss_options: bool = False
     balances_experts: bool = False
     eos_id: int | None = None

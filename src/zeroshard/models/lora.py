@@ -11,6 +11,7 @@ Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
@@ -145,30 +146,28 @@ def _default_targets(model: LanguageModel) -> Iterable[str]:
 def _layers(model: LanguageModel, named: dict[str, nn.Module], targets: list[str]) -> list[str]:
     """Return the full names of the layers that ``targets`` select."""
     chosen: list[str] = []
+    in_blocks = _linear_in_blocks(model)
+    known = ", ".join(_last_parts(in_blocks))
+    uses = Counter(id(param) for _, param in model.lora_root.named_parameters(remove_duplicate=False))
     for target in targets:
         if target == ALL_LINEAR:
-            chosen += _linear_in_blocks(model)
+            chosen += in_blocks
             continue
         found = [name for name in named if name == target or name.endswith(f".{target}")]
         if not found:
-            known = _last_parts(_linear_in_blocks(model))
-            close = nearest_name(target, known)
+            close = nearest_name(target, _last_parts(in_blocks))
             hint = "" if close is None else f"did you mean {close}? "
             what = f"{target!r} is no layer of the model"
-            raise UserError("lora.targets", what, f"{hint}known: {', '.join(known)}; or {ALL_LINEAR}")
+            raise UserError("lora.targets", what, f"{hint}known: {known}; or {ALL_LINEAR}")
+        todo = f"name linear layers: {known}; or {ALL_LINEAR}"
         for name in found:
-            _require_linear(model, name, named[name])
+            layer: Any = named[name]
+            if not _is_linear(layer):
+                raise UserError("lora.targets", f"{name} is a {type(layer).__name__}, and no linear layer", todo)
+            if uses[id(layer.weight)] > 1:
+                raise UserError("lora.targets", f"{name} shares its matrix with another layer", todo)
         chosen += found
     return sorted(set(chosen))
-
-
-def _require_linear(model: LanguageModel, name: str, layer: nn.Module) -> None:
-    todo = f"name linear layers: {', '.join(_last_parts(_linear_in_blocks(model)))}; or {ALL_LINEAR}"
-    if not _is_linear(layer):
-        raise UserError("lora.targets", f"{name} is a {type(layer).__name__}, and no linear layer", todo)
-    every = [param for _, param in model.lora_root.named_parameters(remove_duplicate=False)]
-    if sum(param is layer.weight for param in every) > 1:
-        raise UserError("lora.targets", f"{name} shares its matrix with another layer", todo)
 
 
 def _linear_in_blocks(model: LanguageModel) -> list[str]:

@@ -30,9 +30,11 @@ def plan(config: PlanConfig, argv: Sequence[str]) -> int:
     """Run `zeroshard plan`: prints the predictions of `zeroshard.lab.planner.plan`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     with waiting(f"planning {config.model.name}"):
-        from zeroshard.lab.planner.command import answer_plan  # imports torch
+        from zeroshard.host.uncompiled import compiler_not_imported  # imports torch
+        from zeroshard.lab.planner.command import answer_plan
 
-        answer = answer_plan(config, width)
+        with compiler_not_imported():
+            answer = answer_plan(config, width)
     print(answer.text if config.json else columns.wrapped(answer.text, width))
     return answer.status
 

@@ -167,14 +167,22 @@ def fewest_gpus(planner: Planner, stages: Stages, micro_batch: int) -> int | Non
         """Round up to full nodes, among which a second copy of weights can be divided."""
         return world_size if world_size <= per_node else -(-world_size // per_node) * per_node
 
+    def at(world_size: int) -> Planner:
+        return planner.on(world_size=in_full_nodes(world_size), global_batch=None)
+
     def fits(world_size: int) -> bool:
-        other = planner.on(world_size=in_full_nodes(world_size), global_batch=None)
-        return any(other.fits(stage, micro_batch) for stage in reversed(stages))
+        return any(at(world_size).fits(stage, micro_batch) for stage in reversed(stages))
+
+    def may_fit(world_size: int) -> bool:
+        there = at(world_size)
+        return any(there.leaves_room(there.least_bytes(stage, micro_batch)) for stage in reversed(stages))
 
     in_blocks = planner.workload.states[0].block > 1  # whose padding may need more memory in a larger world
-    if not in_blocks and not fits(MOST_GPUS):
-        return None
     low, high = 0, 1
+    while high <= MOST_GPUS and not may_fit(high):
+        low, high = high, high * 2
+    if high > MOST_GPUS or not (fits(high) or in_blocks or fits(MOST_GPUS)):
+        return None
     while not fits(high):
         low, high = high, high * 2
         if high > MOST_GPUS:

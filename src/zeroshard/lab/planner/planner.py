@@ -235,7 +235,9 @@ class Planner:
             return self.on(offload=replace(offload, fraction=share_of(buffers, num_away)))
 
         def left(num_away: int) -> float:
-            return self.left_bytes(with_away(num_away).needs(stage, micro_batch, shard_size).needed_bytes)
+            plan = with_away(num_away)
+            least = self.left_bytes(plan.least_bytes(stage, micro_batch, shard_size))
+            return least if least < 0 else self.left_bytes(plan.needs(stage, micro_batch, shard_size).needed_bytes)
 
         hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})
         return with_away(least_away(hidden, num_units, left))

@@ -12,7 +12,7 @@ issues and waits for at each event, so a plan and a run cannot differ in these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -177,6 +177,7 @@ class _Log(StorageEvents):
         self._number = 0
         self._categories: dict[int, str] = {}
         self._unknown: set[int] = set()
+        self._temporary: set[int] = set()  # storages of earlier events that no unit had then
 
     def issue(self, comm: _Peers, op: str, unsharded: Tensor) -> _Pending:
         """Record a collective on the tensor ``unsharded``."""
@@ -222,7 +223,11 @@ class _Log(StorageEvents):
 
     def _comes_or_goes(self, storage: int, change: int) -> None:
         self.actions.append((storage, change))
-        (self._unknown.add if change > 0 else self._unknown.discard)(storage)
+        if change > 0:
+            self._unknown.add(storage)
+        else:
+            self._unknown.discard(storage)
+            self._temporary.discard(storage)
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.look_for_freed()
@@ -230,12 +235,19 @@ class _Log(StorageEvents):
         if work is not None:
             self.actions.append(work)
 
-    def take_actions(self, units: Sequence[FlatUnit]) -> list[EngineAction | tuple[int, int]]:
-        """Return and clear the actions of the event that just ended."""
+    def take_actions(self, units: Iterable[FlatUnit]) -> list[EngineAction | tuple[int, int]]:
+        """Return and clear the actions of the event that just ended; ``units``: all, the likeliest first."""
         self.look_for_freed()
         if self._unknown:
             for holding in holdings(units, (), {}):
-                self._categories.setdefault(self.number_of(holding.tensor), holding.category)
+                number = self.number_of(holding.tensor)
+                if number in self._unknown or number in self._temporary:
+                    self._categories[number] = holding.category
+                    self._unknown.discard(number)
+                    self._temporary.discard(number)
+                    if not self._unknown:
+                        break
+            self._temporary |= self._unknown
             self._unknown.clear()
         actions, self.actions = self.actions, []
         return actions
@@ -301,8 +313,8 @@ class _Engine:
         self._runtime.apply_num_ahead()
         self._runtime.agree_by(CollectiveOrder(rank_groups))
         log.has_streams = settings.device_type == "cuda"
-        self._groups = list(self._runtime.groups())
-        for group in self._groups:
+        self._trained = [group.grads for group in self._runtime.groups() if group.trained]
+        for group in self._runtime.groups():
             if log.has_streams:
                 group.use_streams(_Beside())
             log.ignore([group.params.full, group.params.master, *group.params.transport.resident])
@@ -325,7 +337,7 @@ class _Engine:
 
         # [Note: Inside autograd]
         _Backward.apply(torch.zeros((), requires_grad=True), backward).backward()
-        return [*actions, self._take()]
+        return [*actions, self._take(self._root)]
 
     def _handle(self, event: Event) -> list[EngineAction | tuple[int, int]]:
         runtime = self._runtime
@@ -342,7 +354,7 @@ class _Engine:
             group, slot, grad = self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"]
             runtime.expect_grad(group)
             group.grads.accumulate(slot, grad)
-        return self._take()
+        return self._take(unit)
 
     def update(self) -> None:
         """Tell the engine that the optimizer has stepped, and clear gradients."""
@@ -351,9 +363,10 @@ class _Engine:
                 group.params.mark_stale()
         self._runtime.clear_grads()
 
-    def _take(self) -> list[EngineAction | tuple[int, int]]:
-        actions = self.log.take_actions([self._root, *self._units])
-        waiting = sum([group.grads.small.num_bytes for group in self._groups])
+    def _take(self, unit: FlatUnit) -> list[EngineAction | tuple[int, int]]:
+        """The actions of an event of ``unit``."""
+        actions = self.log.take_actions((unit, self._root, *self._units))
+        waiting = sum([grads.small.num_bytes for grads in self._trained])
         if waiting != self._waiting_bytes:  # gradients to be copied; the trace has freed them
             actions.append(Change("temporaries", waiting - self._waiting_bytes))
             self._waiting_bytes = waiting

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.fusion import Operation, Region, fused, opaque, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
-from zeroshard.lab.predict.on_meta import fuse_dropout, in_recomputations, on_meta, serves
+from zeroshard.lab.predict.on_meta import NotServedError, fuse_dropout, in_recomputations, on_meta, serves
 from zeroshard.lab.predict.plain_module import described
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
@@ -163,9 +163,11 @@ def _traced(
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
     inputs = tokens_and_targets(seq_len // sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
-    without_values = on_meta() if autocast is None and serves(model, precision, device_type) else _fakes()
-    how = device_type, autocast, sequence_parallel, deterministic
-    return _trace(without_values, model, micro_batch, units, inputs, precision, *how)
+    how = model, micro_batch, units, inputs, precision, device_type, autocast, sequence_parallel, deterministic
+    if autocast is None and serves(model, precision, device_type):
+        with suppress(NotServedError):
+            return _trace(on_meta(), *how)
+    return _trace(_fakes(), *how)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:

@@ -1,9 +1,10 @@
-"""Runs our own models on the meta device with the CPU's operations: as torch's fake tensors do, in half the time.
+"""Runs models on the meta device with the CPU's operations: as torch's fake tensors do, in half the time.
 
-`FakeTensorMode` checks much that our models never do. Only two things in them depend on the device: the attention
-kernel, and the dtype in which LayerNorm keeps its statistics. On the meta device torch chooses an attention that keeps
-all attention weights, while a CPU and a GPU use fused kernels. So we call the CPU's fused kernel explicitly, and
-everything else runs unchanged. `FakeTensorMode` stays the specification of a trace, and tests compare the two.
+`FakeTensorMode` checks much that our models, and some of `transformers`, never do. Only two things in them depend on
+the device: the attention kernel, and the dtype in which LayerNorm keeps its statistics. On the meta device torch
+chooses an attention that keeps all attention weights, while a CPU and a GPU use fused kernels. So we call the CPU's
+fused kernel explicitly, and everything else runs unchanged. `FakeTensorMode` stays the specification of a trace, and
+tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from zeroshard.models import LanguageModel
 from zeroshard.zero import MixedPrecision
 
 
+class NotServedError(Exception):
+    """A trace on the meta device would not be that of fake tensors."""
+
+
 def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) -> bool:
     """Whether tracing ``model`` on the meta device gives the same trace as with fake tensors.
 
@@ -31,8 +36,7 @@ def serves(model: LanguageModel, precision: MixedPrecision, device_type: str) ->
     """
     if not model.traces_on_meta:
         return False
-    config: Any = model.config
-    if model.eos_id is not None or getattr(config, "dropout", 0.0) or precision.keep_in_fp32_modules:
+    if model.eos_id is not None or precision.keep_in_fp32_modules or any(map(_drops, model.modules())):
         return False
     own_kernels = device_type == "cuda" and model.kernels != "reference"
     return own_kernels or precision.param_dtype is None or "layer_norm" not in model.operations
@@ -117,11 +121,17 @@ def _attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by the CPU's fused kernel: no mask, no dropout."""
-    assert attn_mask is None
-    assert dropout_p == 0.0
-    assert enable_gqa or query.shape[1] == key.shape[1]
+    """`torch.nn.functional.scaled_dot_product_attention` by the kernel that a CPU would choose.
+
+    Raises:
+        NotServedError: it depends on more than shapes.
+    """
+    alike = enable_gqa or query.shape[1] == key.shape[1]
+    alike = alike and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if attn_mask is not None or dropout_p or not alike:
+        raise NotServedError
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(query, key, value, dropout_p, is_causal)[0]
+    return fused(query, key, value, dropout_p, is_causal, scale=scale)[0]

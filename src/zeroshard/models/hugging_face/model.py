@@ -43,8 +43,15 @@ INNER = "hf."  # prefix of `transformers`' parameter names
 # Model types whose logits are the head's product and nothing else, which `tests/train/test_hugging_face.py` checks.
 _PLAIN_HEADS = frozenset(
     {
-        *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "olmoe"),
+        *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "olmoe"),
         *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    }
+)
+# Model types whose traces on the meta device are those of fake tensors, which `tests/lab/test_model_trace.py` checks.
+TRACE_ON_META = frozenset(
+    {
+        *("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2"),
+        *("qwen3", "smollm3"),
     }
 )
 
@@ -87,6 +94,8 @@ class HuggingFaceModel(LanguageModel):
         self.architecture = theirs.model_type
         self.balances_experts = bool(getattr(theirs, "output_router_logits", False))
         self.takes_loss_options = not self.balances_experts
+        own_code = type(self.hf).__module__.startswith("transformers.")
+        self.traces_on_meta = own_code and self.architecture in TRACE_ON_META
         self._head = _plain_head(self.hf)
         if self._head is not None:
             _put_head(self.hf, self._head)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from zeroshard.comm import Communicator
 from zeroshard.host.torch_internals import version_of
-from zeroshard.host.uncompiled import uncompiled
+from zeroshard.host.uncompiled import made_once, uncompiled
 
 
 class Forward:
@@ -52,7 +52,7 @@ def _tell(events: list[Callable[[Tensor], None]], grad: Tensor) -> None:
         event(grad)
 
 
-@cache
+@made_once
 def _teller() -> Callable[[list[Callable[[Tensor], None]], Tensor], None]:
     return uncompiled(_tell)
 

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.host.torch_internals import at_end_of_backward, base_of, in_backward, in_transform, tree_map
-from zeroshard.host.uncompiled import uncompiled
+from zeroshard.host.uncompiled import made_once, uncompiled
 from zeroshard.zero.core.forward import Forward
 from zeroshard.zero.core.tensors import cast, tensors_in
 from zeroshard.zero.core.units import Unit
@@ -163,7 +162,7 @@ class EngineHook:
         )
 
 
-@cache
+@made_once
 def _hook_of_unit() -> Any:  # a class; made late, because `uncompiled` imports the compiler
     class UnitHook(EngineHook):
         """Runs a function before or after the forward of a unit."""
