@@ -105,6 +105,10 @@ def test_a_room_is_recorded_tried_and_chosen_from(tmp_path):
         done = forked.run([sys.executable, "-c", PROGRAM, *words], cwd=tmp_path, capture_output=True, text=True)
         return done.stdout + done.stderr
 
+    costs = evidence("record", "--costs", f"{folder}-costs", str(tmp_path))
+    assert "3 tests that passed, " in costs
+    assert "test_room.py::test_in_a_program\n" in costs
+    assert not (tmp_path / "record-costs" / "lines.sqlite").exists()
     assert "3 passed" in evidence("record", folder, str(tmp_path))
     tried = evidence("try", folder, "--num", "40", "--below", "zero/whole_tensors/balance.py").splitlines()
     assert any(
