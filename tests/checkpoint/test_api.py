@@ -84,6 +84,19 @@ def test_pieces_that_leave_a_gap_are_never_called_a_checkpoint(tmp_path, evenly_
     assert not (tmp_path / "c").exists()
 
 
+def test_names_that_no_load_would_take_are_never_called_a_checkpoint(tmp_path, evenly_sharded, some_tensors):
+    class Tied(evenly_sharded):
+        def tied_names(self):
+            return {"half": "block.weight"}  # and it is saved itself
+
+    def save(comm):
+        with pytest.raises((ValueError, OSError), match=r"half cannot be another name of block\.weight"):
+            checkpoint.save(tmp_path / "c", Tied(comm, some_tensors), step=1)
+
+    run_threads(save, 2)
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.parametrize("step", [-1, 1.5, "7", None, True])
 def test_a_step_that_no_load_would_take_is_refused_before_anything_is_written(
     tmp_path, evenly_sharded, some_tensors, step
