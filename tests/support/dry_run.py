@@ -30,7 +30,7 @@ from zeroshard.lab.predict.memory import HOST, SLOTS
 from zeroshard.lab.predict.model_trace import Inputs
 from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.train.profiling.memory import AllocationRecorder
-from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
+from zeroshard.zero import FrozenFormat, MixedPrecision, Offload, ShardingStrategy, Zero, loaded_later
 from zeroshard.zero.engine import Accumulate
 from zeroshard.zero.offload.placement import HostGroup
 
@@ -72,6 +72,7 @@ def dry_run(
     shard_size: int | None = None,
     reproducible: int | None = None,
     offload: Offload | None = None,
+    frozen_format: FrozenFormat | None = None,
     sequence_parallel: int = 1,
     rank: int = 0,
     device: torch.device | str = "cpu",
@@ -84,7 +85,8 @@ def dry_run(
         model: the model; it is sharded in place. Parameters on the meta device get small random values.
         inputs: makes the arguments of a micro-batch.
         world_size, rank: size of the simulated world, and this process's rank in it.
-        strategy, units, precision, accumulate, prefetch, shard_size, reproducible, offload: as `zeroshard.Zero`.
+        strategy, units, precision, accumulate, prefetch, shard_size, reproducible, offload, frozen_format: as
+            `zeroshard.Zero`.
         sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a step.
         optimizer: makes the optimizers; None: fused `torch.optim.AdamW` over all parameters.
@@ -118,6 +120,7 @@ def dry_run(
         shard_size=shard_size,
         reproducible=reproducible,
         offload=offload,
+        frozen_format=frozen_format,
     )
     if unset:
         _fill(zero)
@@ -203,10 +206,12 @@ def _loss(model: nn.Module, given: tuple[Any, ...]) -> Tensor:
 
 
 def _fill(zero: Zero) -> None:
-    """Fill weights that were never initialised with small random values."""
+    """Fill weights that were never initialised with small random values, and codes with zeros."""
     with torch.no_grad():
         for holding in zero.holdings():
-            if holding.tensor.untyped_storage().nbytes():  # otherwise it is freed until its next use
+            if holding.tensor.dtype == torch.uint8:
+                holding.tensor.zero_()
+            elif holding.tensor.untyped_storage().nbytes():  # otherwise it is freed until its next use
                 holding.tensor.normal_(0.0, 0.02)
 
 
@@ -240,7 +245,9 @@ def compared(config: PlanConfig) -> dict[str, dict[str, int]]:
             num_micro=again.num_micro,
             offload=replace(offload, path=folder) if offload is not None and offload.path else offload,
             sequence_parallel=workload.sequence_parallel,
+            prefetch=local.asked.prefetch,
             reproducible=local.asked.reproducible,
+            frozen_format=workload.frozen_format,
         )
     step, sent = again.step, again.step.messages()
     lines = {"peak": (step.peak.total, measured.peak_bytes)}

@@ -117,7 +117,12 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(
-    ("strategy", "changes"), [*((f"zero{stage}", {}) for stage in range(4)), *(("zero2", each) for each in CHANGES)]
+    ("strategy", "changes"),
+    [
+        *((f"zero{stage}", {}) for stage in range(4)),
+        *(("zero2", each) for each in CHANGES),
+        ("zero3", {"lora": {"rank": 2}, "base": {"format": "nf4", "double": True}, "dtype": "bfloat16"}),
+    ],
 )
 def test_a_run_keeps_its_plan(tiny_config, strategy, changes):
     config = tiny_config(strategy=strategy, plan={"enforce": True}, max_steps=4, eval_interval=2, **changes)

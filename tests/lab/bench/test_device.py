@@ -12,7 +12,7 @@ from zeroshard.lab.bench import conversions, device, disk, step, whole_step
 from zeroshard.lab.planner.run_plan import predicted_step
 from zeroshard.lab.predict.conversions import CONVERSIONS
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
-from zeroshard.settings.wire_formats import FORMATS
+from zeroshard.settings.wire_formats import FORMATS, WEIGHT_FORMATS
 from zeroshard.zero import STAGES
 from zeroshard.zero.offload.disk import DiskStates
 
@@ -89,7 +89,8 @@ def test_one_rank_measures_and_the_planner_reads_the_file(tmp_path, monkeypatch)
     }
     gc.collect()
     assert not (tmp_path / "disk").exists()
-    assert set(calibration.device.conversions) == {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
+    names = {f"{form} {kind}" for form in FORMATS for kind in CONVERSIONS}
+    assert set(calibration.device.conversions) == names | {f"{form} decode" for form in WEIGHT_FORMATS}
     content = json.loads((tmp_path / "device.json").read_text())
     content["device"]["conversions"]["int8 sum"] = [0.0, -1.0]
     (tmp_path / "damaged.json").write_text(json.dumps(content))

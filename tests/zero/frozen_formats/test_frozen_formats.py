@@ -308,6 +308,10 @@ def test_patterns_choose_and_what_cannot_be_chosen_is_refused():
     assert _coded_names(zero) == {"head.weight", "blocks.0.up.base.weight", "blocks.1.up.base.weight"}
     kept = MixedPrecision(torch.bfloat16, keep_in_fp32_modules=("up",))
     assert _coded_names(Zero(_model(), 3, comm=comm, precision=kept, frozen_format="nf4")) == set(CODED[1::2])
+    headed = _model()
+    headed.lm_head = nn.Linear(16, 11).requires_grad_(False)
+    units = [headed.embed, *headed.blocks, headed.lm_head]
+    assert _coded_names(Zero(headed, 3, comm=comm, units=units, frozen_format="nf4")) == set(CODED)
     both = FrozenFormat(only=["*.base.weight"])
     assert _coded_names(Zero(_model(), 3, comm=comm, precision=kept, frozen_format=both)) == set(CODED)
     for model, given, error in [

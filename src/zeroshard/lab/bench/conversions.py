@@ -4,6 +4,7 @@
     quantise, stochastically    the same with random rounding, as gradients are sent
     dequantise                  codes to fp32 numbers
     sum                         received pieces added to a rank's own in fp32
+    decode                      codes of frozen weights to fp32 numbers, in blocks of their own sizes
 
 The implementation is the one that the engine uses on that device: PyTorch on a CPU, Triton kernels on a GPU. Blocks
 have the default size, `zeroshard.settings.wire_formats.BLOCK`.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch import Tensor
 from zeroshard.kernels import dequantise, dequantised_sum, quantise
 from zeroshard.lab.predict.conversions import CONVERSIONS, Conversion
 from zeroshard.settings.wire_formats import FORMATS, BlockFormat, rounding_key
+from zeroshard.zero import FrozenFormat
+from zeroshard.zero.frozen_formats.settings import FrozenName
 
 SIZES = {"cpu": (1 << 14, 1 << 20), "cuda": (1 << 18, 1 << 26)}  # elements of a small buffer, and of a unit's buffer
 NUM_RECEIVED = 2  # pieces that are added to a rank's own
@@ -39,6 +42,9 @@ def cases(device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]
             for kind in CONVERSIONS:
                 times = NUM_RECEIVED if kind == "sum" else 1
                 yield f"wire {name} {kind} {numel}", times * numel, _call(BlockFormat(name), kind, pool)
+        for frozen in get_args(FrozenName):
+            form = FrozenFormat(frozen).form
+            yield f"wire {frozen} decode {numel}", numel, _call(form, "decode", _pool(form, numel, whole, back))
 
 
 def _pool(form: BlockFormat, numel: int, whole: Tensor, back: Tensor) -> list[Buffers]:
@@ -57,6 +63,7 @@ def _call(form: BlockFormat, kind: Conversion, pool: Sequence[Buffers]) -> Calla
     calls: Mapping[Conversion, Callable[[Tensor, Tensor, Tensor], object]] = {
         "quantise": lambda values, rows, _: quantise(values, rows[0], form),
         "quantise stochastically": lambda values, rows, _: quantise(values, rows[0], form, key),
+        "decode": lambda _, rows, back: dequantise(rows[1], back, form),
         "dequantise": lambda _, rows, back: dequantise(rows[1], back, form),
         "sum": lambda values, rows, back: dequantised_sum(rows, values, 0, back, form),
     }

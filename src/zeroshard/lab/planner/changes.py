@@ -21,7 +21,7 @@ from zeroshard.lab.planner.show import seconds
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.models.adapters import Lora
 from zeroshard.train.profiling.devices import DEVICES
-from zeroshard.zero import ShardingStrategy
+from zeroshard.zero import FrozenFormat, ShardingStrategy
 
 LORA_RANK = 16
 MOST_GPUS = 2**17
@@ -95,14 +95,30 @@ def found_by_fit(planner: Planner, ways: Ways) -> Iterator[Change]:
         return
     if found := _by_fit(planner, ways, "the job as it is"):
         yield found
-    if model.lora is None and workload.optimizer == "AdamW" and model.matmul != "fp8":
+    if model.lora is not None:
+        yield from _coded_base(planner, ways, "")
+    elif workload.optimizer == "AdamW" and model.matmul != "fp8":
         with suppress(UserError):  # what adds adapters, peft, is not installed
             adapters = planner.on(workload=workload.changed(lora=Lora(LORA_RANK)))
             cost = "it trains adapters of weights that must be there already"
-            if found := _by_fit(adapters, ways, f"LoRA (--lora {LORA_RANK})", cost, alone=True):
-                yield found
+            found = _by_fit(adapters, ways, f"LoRA (--lora {LORA_RANK})", cost, alone=True)
+            assert found is not None
+            yield found
+            if not found.row.fits:
+                yield from _coded_base(adapters, ways, f"--lora {LORA_RANK} ")
     if shorter := _shorter_sequences(planner, ways):
         yield shorter
+
+
+def _coded_base(planner: Planner, ways: Ways, flags: str) -> Iterator[Change]:
+    """Adapters over weights that are kept in four bits, unless they are kept in fewer already."""
+    workload = planner.workload
+    if workload.frozen_format is None and not planner.asked.node_copy:
+        form = FrozenFormat("nf4")
+        coded = planner.on(workload=workload.changed(frozen_format=form), frozen_format=form)
+        cost = "the weights under the adapters are rounded to four bits"
+        if found := _by_fit(coded, ways, f"a base of four bits ({flags}--base nf4)", cost, alone=True):
+            yield found
 
 
 def _by_fit(planner: Planner, ways: Ways, what: str, cost: str = "", *, alone: bool = False) -> Change | None:

@@ -12,7 +12,7 @@ from zeroshard.lab.planner.advice import describe
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds, size
-from zeroshard.lab.predict.conversions import CONVERSIONS
+from zeroshard.lab.predict.conversions import CONVERSIONS, CORE_DECODES_PER_S, DECODING
 from zeroshard.lab.predict.process_memory import SOURCES
 from zeroshard.lab.predict.process_memory import SPREAD as MEMORY_SPREAD
 from zeroshard.lab.predict.rates import HOST_S, SPREAD_UNCALIBRATED, SUSTAINED, Software, Sustained
@@ -84,9 +84,14 @@ def _quantising(plan: Planner) -> list[tuple[str, str, str]]:
     forms = dict.fromkeys((precision.weights_format(torch.float32), precision.gradients_format(torch.float32)))
     rows = []
     names = [f"{form.name} {kind}" for form in forms if isinstance(form, BlockFormat) for kind in CONVERSIONS]
+    coded, slow = plan.workload.frozen_format, f"{CORE_DECODES_PER_S / 1e9:.2g} billion numbers a second"
+    names += [] if coded is None else [f"{coded.form.name} decode"]
+    fast = f"its bytes over {DECODING:.0%} of the memory's rate"
     for name in names:
         measured = device.conversions.get(name)
-        if measured is None:
+        if measured is None and name.endswith("decode"):
+            rows.append((name, slow if device.device_type == "cpu" else fast, NOT_MEASURED))
+        elif measured is None:
             rows.append((name, "its bytes over the memory's rate", NOT_MEASURED))
         else:
             rows.append((name, f"{seconds(measured[0])} a call, {measured[1] * 1e9:.3g} ns a number", device.source))

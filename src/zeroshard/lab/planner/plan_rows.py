@@ -250,12 +250,21 @@ class Plan:
         """Whether any row fits."""
         return self.best is not None
 
+    def _coded(self) -> dict[str, Any]:
+        form, (numel, num_bytes) = self.workload.frozen_format, self.workload.codes
+        return (
+            {"base": {"format": form.name, "double": form.double, "num_params": numel, "num_bytes": num_bytes}}
+            if form
+            else {}
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as a dict, for JSON."""
         return {
             "model": self.workload.name,
             "num_params": self.workload.num_params,
             "num_trained_params": self.workload.num_trained_params,
+            **self._coded(),
             "dtype": self.dtype,
             "optimizer": self.workload.optimizer,
             "impl": self.impl,

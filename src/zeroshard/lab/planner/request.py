@@ -26,6 +26,7 @@ from zeroshard.settings.engine import EngineChoices
 from zeroshard.settings.sizes import parse_size
 from zeroshard.train.profiling.devices import FP8
 from zeroshard.zero import MixedPrecision
+from zeroshard.zero.frozen_formats.settings import frozen_format_of
 from zeroshard.zero.unit_choice import UnitChoice, choose_units
 
 HEADROOM = 0.02  # share of a device's memory that must stay free, for what the plan does not predict
@@ -72,6 +73,7 @@ class Request(EngineChoices):
         reproducible: as `zeroshard.Zero` takes it.
         offload: which state leaves the device, as `zeroshard.Zero` takes it; None: none does. The fraction ``auto`` is
             what a step does not wait for, or more if a row does not fit otherwise.
+        frozen_format: as `zeroshard.Zero` takes it.
         autocast: whether weights and gradients are fp32, and forward runs in ``dtype`` by `torch.autocast`.
 
     Raises:
@@ -214,6 +216,7 @@ class Request(EngineChoices):
         if share > 1:
             _require_shared(built, share, seq_len)
         how = {"ours": ours, "autocast": autocast, "sequence_parallel": share}
+        how["frozen_format"] = frozen_format_of(self.frozen_format)
         return Workload(built, name, units, inputs, seq_len, precision, optimizer, kernels, **how)
 
     def cluster(self, found: Calibration) -> Cluster:

@@ -29,6 +29,7 @@ from zeroshard.models.ulysses import LABEL
 from zeroshard.train.records.plan_contract import Job, Planned, Sent
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.frozen_formats.settings import frozen_format_of
 
 NOBODY = Link("none", 0.0, 1.0, "one rank talks to nobody")
 
@@ -53,6 +54,7 @@ def predict(job: Job) -> Planned:
         precision=settings.precision,
         reproducible=job.reproducible,
         block=state.block,
+        frozen_format=frozen_format_of(job.frozen_format),
     )
     if job.offload is not None and job.offload.fraction == "auto" and job.free_bytes is not None:
         found = chosen_fraction(job, buffers, settings, None if calibration is None else calibration.device)

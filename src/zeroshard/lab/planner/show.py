@@ -167,10 +167,16 @@ def _shared(workload: Workload) -> str:
 
 
 def _trained(workload: Workload) -> str:
-    """A phrase with the number of trained parameters; empty if no parameter is frozen."""
+    """A phrase with the number of trained parameters, and of those that are codes; empty if no parameter is frozen."""
     if workload.num_trained_params == workload.num_params:
         return ""
-    return f" of the {_count(workload.num_trained_params)} that are trained"
+    num_coded, num_bytes = workload.codes
+    coded = (
+        f" ({_count(num_coded)} others in {workload.frozen_format.name}, {num_bytes / num_coded:.4g} bytes)"
+        if num_coded and workload.frozen_format
+        else ""
+    )
+    return f" of the {_count(workload.num_trained_params)} that are trained{coded}"
 
 
 def _count(number: int) -> str:

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroshard.settings.wire_formats import BlockFormat
+from zeroshard.zero import FrozenFormat, ShardingStrategy
 from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
+from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.frozen_formats.coded import Codes, chosen_of
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import Exemption, MixedPrecision
 from zeroshard.zero.unit_choice import UnitChoice
@@ -31,7 +35,13 @@ class Buffer:
     dtype: torch.dtype  # dtype of the parameters, and so of their master weights
     trained: bool  # whether the parameters take gradients
     exemption: Exemption = ""  # from what parts of the dtype policy the parameters are exempt
+    form: BlockFormat | None = None  # in which frozen weights are kept as codes; None: as they are computed with
     read_in_backward: bool = True  # whether a backward through the unit reads the parameters
+
+    def codes(self, strategy: ShardingStrategy) -> Codes | None:
+        """The codes of a coded buffer at a stage; None: it has none."""
+        shards = self.layout.world_size if strategy.params is SHARD else 1
+        return None if self.form is None else Codes(self.layout, self.form, shards)
 
     def policy(self, precision: MixedPrecision) -> MixedPrecision:
         """Return the part of the model's dtype policy that holds for these parameters."""
@@ -45,6 +55,7 @@ def own_numel(layout: FlatLayout, rank: int) -> int:
 
 
 Named = list[tuple[str, tuple[int, ...]]]
+_Kind = tuple[torch.dtype, bool, Exemption, BlockFormat | None]
 
 
 def buffers_of(
@@ -57,6 +68,7 @@ def buffers_of(
     replicated: bool = False,
     reproducible: int | None = None,
     block: int = 1,
+    frozen_format: FrozenFormat | None = None,
 ) -> list[Buffer]:
     """Describe the flat buffers of ``model``, root first.
 
@@ -70,18 +82,26 @@ def buffers_of(
         reproducible: as `Zero` takes it.
         block: elements of a block of trained parameters that no shard may cut, for an optimizer with 8-bit states; 1:
             shards may end anywhere. See [Note: Blocks of a parameter] in `zeroshard.zero.core.layout`.
+        frozen_format: as `Zero` takes it.
+
+    Raises:
+        UserError: there is no parameter to apply ``frozen_format`` to.
     """
     policy = precision or MixedPrecision()
     root, specs = partition_of(model, units)
     unsplit, kept = set(whole), kept_params(model, policy)
     parts = 1 if reproducible is None else reproducible // world_size
     loads = [0] * (world_size * parts)
+    coded: set[nn.Parameter] = set()
+    if frozen_format is not None:
+        coded.update(*chosen_of(frozen_format, (root, *specs), kept))
     buffers = []
     for spec in (root, *specs):
-        flat: dict[tuple[torch.dtype, bool, Exemption], Named] = {}
-        tensors: dict[tuple[torch.dtype, bool, Exemption], Named] = {}
+        flat: dict[_Kind, Named] = {}
+        tensors: dict[_Kind, Named] = {}
         for name, param in spec.params:
-            kind = (param.dtype, param.requires_grad, policy.exemption(param.shape, kept=param in kept))
+            form = frozen_format.form if frozen_format is not None and param in coded else None
+            kind = (param.dtype, param.requires_grad, policy.exemption(param.shape, kept=param in kept), form)
             flat.setdefault(kind, [])  # the order of kinds is that of their first parameters, unsplit or not
             chosen = tensors if param in unsplit else flat
             chosen.setdefault(kind, []).append((name, tuple(param.shape)))
@@ -89,7 +109,7 @@ def buffers_of(
         further: list[Buffer] = []
         for index, (kind, named) in enumerate(flat.items()):
             name = f"{spec.name}#{index}" if index else spec.name
-            _, trained, _ = kind
+            trained = kind[1]
             if named:
                 here.append(
                     Buffer(

@@ -19,6 +19,10 @@ overlapping with other computation, and the one after it on the compute stream. 
 If `zeroshard bench device` has measured a conversion, it takes a constant per call and a time per element. If not, it
 takes the bytes that it reads and writes over the memory's rate, and no less than a kernel: a block's scale and codes
 are computed in one pass, and a received piece is dequantised to memory, read, added and written.
+
+Frozen weights that are kept as codes are decoded for each use: on a GPU that nobody measured at `DECODING` of the
+memory's rate, on a CPU at `CORE_DECODES_PER_S`. The decode of a unit runs beside the forward of the one before it, and
+is taken to slow that by its full duration, as all conversions are.
 """
 
 from __future__ import annotations
@@ -33,8 +37,11 @@ from zeroshard.lab.predict.work import Work, dtype_name
 from zeroshard.settings.wire_formats import BlockFormat, Format
 from zeroshard.train.profiling.devices import Device
 
-Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum"]
-CONVERSIONS: tuple[Conversion, ...] = ("quantise", "quantise stochastically", "dequantise", "sum")
+Conversion = Literal["quantise", "quantise stochastically", "dequantise", "sum", "decode"]
+CONVERSIONS: tuple[Conversion, ...] = ("quantise", "quantise stochastically", "dequantise", "sum")  # for the wire
+# Frozen weights, where nobody measured their decoding: of a GPU's memory rate what our kernels are made for, not
+# measured yet; of a core of a CPU what one was measured to decode of nf4, in elements a second.
+DECODING, CORE_DECODES_PER_S = 0.7, 0.4e9
 WIDE = 4  # bytes of an fp32 number, the dtype that is quantised and summed
 
 
@@ -96,7 +103,7 @@ def across_replicas(
 def converted(kind: Conversion, form: Format, numel: int, num_calls: int = 1, itemsize: int = WIDE) -> Work:
     """The `Work` of converting ``numel`` elements in ``num_calls`` calls; ``itemsize``: of a dequantised element."""
     narrow = form.num_bytes(numel)
-    wide = {"dequantise": itemsize, "sum": 4 * WIDE}.get(kind, WIDE) * numel
+    wide = {"dequantise": itemsize, "decode": itemsize, "sum": 4 * WIDE}.get(kind, WIDE) * numel
     name = f"{form.name} {kind}" if isinstance(form, BlockFormat) else f"{dtype_name(form.dtype)} {kind}"
     return Work(0, narrow + wide, "float32", conversion=name, numel=numel, num_calls=num_calls)
 
@@ -108,5 +115,9 @@ def conversion_s(work: Work, device: Device) -> float:
         call_s, element_s = measured
         return work.num_calls * call_s + work.numel * element_s
     share = SUSTAINED[device.sustained].memory if device.sustained else device.memory_share
+    if work.conversion.endswith("decode"):
+        if device.device_type == "cpu":
+            return work.numel / CORE_DECODES_PER_S
+        share = DECODING
     bytes_s, calls_s = work.num_bytes / (device.bytes_per_s * share), work.num_calls * device.kernel_s
     return bytes_s + calls_s if device.device_type == "cpu" else max(bytes_s, calls_s)

@@ -28,20 +28,22 @@ from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer, own_numel
-from zeroshard.lab.predict.conversions import BufferFormats
+from zeroshard.lab.predict.conversions import BufferFormats, converted
 from zeroshard.lab.predict.memory import buffers_away, streamed
 from zeroshard.lab.predict.model_spans import ROOT, Event
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
+from zeroshard.settings.wire_formats import SCALE_BYTES, BlockFormat
 from zeroshard.zero import loaded_later
 from zeroshard.zero.buffers.holdings import holdings
 from zeroshard.zero.buffers.plain import BufferFacts
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit, gradient_settings
 from zeroshard.zero.core.gradients import Gradients
-from zeroshard.zero.core.layout import Piece
+from zeroshard.zero.core.layout import FlatLayout, Piece
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.reduction import GradientReducer
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.frozen_formats.coded import CodedGroup, CodedMembers, Codes
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.offload.host_params import free_after_use
 from zeroshard.zero.runtime.runtime import Runtime
@@ -201,6 +203,16 @@ class _Log(StorageEvents):
         self.actions.append(Issue(self._number, message, replicas, control, before))
         return _Pending(self, self._number, gathered, after)
 
+    def decoded(self, form: BlockFormat, layout: FlatLayout, itemsize: int) -> None:
+        """Record that frozen weights are decoded from ``form`` into a buffer of ``layout``."""
+        self.look_for_freed()
+        if grown := self._grown():  # ranks that have all codes gather nothing
+            self.actions.append(Change("unit_buffers", grown))
+        if form.double:  # scales of the largest parameter
+            scales = max(form.num_blocks(slot.numel) for slot in layout.slots) * SCALE_BYTES
+            self.actions += [Change("temporaries", scales), Change("temporaries", -scales)]
+        self.actions.append(converted("decode", form, layout.numel, len(layout.slots), itemsize))
+
     def _converted(
         self, comm: _Peers, op: str, buffer: str, phase: str, *, replicas: bool
     ) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
@@ -282,7 +294,12 @@ class _Engine:
         freed = streamed(buffers, settings.strategy, offload)
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
-            group = _group(buffer, settings, rank_groups, leaving if goes_down and buffer.name in away else None)
+            make = partial(FlatGroup, members=ALL)
+            if buffer.form is not None:
+                make = partial(CodedGroup, members=_coded(buffer.form, log))
+            elif goes_down and buffer.name in away:
+                make = partial(_LeavingGroup, members=ALL, leaving=leaving)
+            group = _group(buffer, settings, rank_groups, make)
             group.grads.adds_in_place = group.grads.adds_in_place and buffer.name not in away
             groups[buffer.unit].append(group)
             if buffer.name in freed:
@@ -446,15 +463,39 @@ class _LeavingGroup(FlatGroup):
         return _LeavingGrads(facts.name, *settings, **own)
 
 
+class _DecodedLater(Codes):
+    """Codes without values. ``log`` hears when the engine would decode them."""
+
+    def __init__(self, layout: FlatLayout, form: BlockFormat, num_shards: int, log: _Log) -> None:
+        super().__init__(layout, form, num_shards)
+        self._log = log
+
+    def encode(self, flat: Tensor) -> Tensor:
+        """Return codes without values."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=flat.device)
+
+    def decode(self, codes: Tensor, flat: Tensor) -> Tensor:
+        """Record it."""
+        self._log.decoded(self._form, self._layout, flat.element_size())
+        return flat
+
+
+def _coded(form: BlockFormat, log: _Log) -> CodedMembers:
+    members = CodedMembers(ALL, form, frozenset())
+    members.codes = partial(_DecodedLater, log=log)
+    return members
+
+
 def _group(
-    buffer: Buffer, settings: Settings, rank_groups: RankGroups, leaving: list[Tensor] | None = None
+    buffer: Buffer,
+    settings: Settings,
+    rank_groups: RankGroups,
+    make: Callable[..., FlatGroup],
 ) -> FlatGroup:
-    """``leaving``: of a group whose gradients go to the host, what of all of them is being copied."""
     params = [
         (slot.name, nn.Parameter(torch.empty(slot.shape, dtype=buffer.dtype, device="meta"), buffer.trained))
         for slot in buffer.layout.slots
     ]
-    make = FlatGroup if leaving is None else partial(_LeavingGroup, leaving=leaving)
     return make(
         buffer.name,
         params,
@@ -464,7 +505,6 @@ def _group(
         loaded_later,
         buffer.layout,
         frozen=not buffer.trained,
-        members=ALL,
     )
 
 

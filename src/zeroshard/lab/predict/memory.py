@@ -5,6 +5,7 @@ With N elements of a buffer, padded to P = W * S for W shards of S elements, and
 
     params      unsharded P c; sharded S m if compute and master have the same dtype, else nothing between uses
                 at stages 1 and 2 with a wire format, S m more if compute and master have the same dtype
+                coded frozen weights: the bytes of their codes, sharded with the params column
                 P c / n more for a second copy over n ranks, or W q(S) / n with a wire format in which a shard has
                 q(S) bytes
     master      P m or S m by the `optim` column if compute has another dtype and the parameters are trained; else 0,
@@ -252,6 +253,9 @@ def _here_bytes(
     num_reductions: int,
 ) -> dict[str, int]:
     """Bytes of a buffer whose state is on the device, by category."""
+    if (codes := buffer.codes(strategy)) is not None:
+        own = codes.part(rank if strategy.params is SHARD else 0)
+        return {"params": own.stop - own.start}
     found = dict(zip(("params", "master"), _weight_bytes(buffer, strategy, rank, precision), strict=True))
     if buffer.trained:
         owner = rank if _shards_optim(buffer, strategy) else None
@@ -271,7 +275,7 @@ def streamed(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Off
     if offload is None or offload.weights == "device" or strategy.params is not SHARD:
         return frozenset()
     units = _units_away(buffers, offload)
-    return frozenset(buffer.name for buffer in buffers if buffer.unit in units)
+    return frozenset(buffer.name for buffer in buffers if buffer.unit in units and buffer.form is None)
 
 
 def frozen_on_host(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:

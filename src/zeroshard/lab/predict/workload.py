@@ -22,7 +22,7 @@ from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.settings.validate import nearest
-from zeroshard.zero import MixedPrecision
+from zeroshard.zero import STAGES, FrozenFormat, MixedPrecision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WHOLE = {
@@ -48,6 +48,7 @@ class Workload:
         ours: whether it is one of our language models, with tokens and targets as its arguments, and with the model's
             own units or its blocks as units.
         autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
+        frozen_format: in which frozen weights are kept, as `zeroshard.Zero` takes it; None: as they are computed with.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class Workload:
     ours: bool = False
     autocast: torch.dtype | None = None
     sequence_parallel: int = 1
+    frozen_format: FrozenFormat | None = None
     # steps that were predicted, by what they depend on besides: plans of one question differ in device and links only
     steps: dict[tuple[Any, ...], Step] = field(default_factory=dict)
     _traces: dict[tuple[int, str, bool], Trace] = field(default_factory=dict)
@@ -76,6 +78,14 @@ class Workload:
     def num_trained_params(self) -> int:
         """Number of elements of the parameters that take gradients; a shared one counts once."""
         return sum(param.numel() for param in self.model.parameters() if param.requires_grad)
+
+    @property
+    def codes(self) -> tuple[int, int]:
+        """Number of elements of the frozen weights that are kept as codes, and bytes of these; 0, 0 if none are."""
+        if self.frozen_format is None:
+            return 0, 0
+        found = [(each.layout.numel, codes.num_bytes) for each in self.buffers(1) if (codes := each.codes(STAGES[0]))]
+        return sum(numel for numel, _ in found), sum(num_bytes for _, num_bytes in found)
 
     @property
     def num_flops_per_token(self) -> int:
@@ -169,7 +179,7 @@ class Workload:
                 params = [p for unit in inside for p in unit.parameters() if p.dim() == 2]
                 whole = params if WHOLE[self.optimizer] == "matrices" else self.model.parameters()
             how: dict[str, Any] = {"whole": whole, "replicated": replicated, "reproducible": reproducible}
-            how["block"] = self.states[0].block
+            how |= {"block": self.states[0].block, "frozen_format": self.frozen_format}
             self._buffers[key] = buffers_of(self.model, num_shards, self.units, precision=self.precision, **how)
         return self._buffers[key]
 
@@ -179,8 +189,9 @@ class Workload:
         *,
         seq_len: int | None = None,
         lora: Lora | None = None,
+        frozen_format: FrozenFormat | None = None,
     ) -> Workload:
-        """A copy with other fields of the model's configuration, another sequence length or adapters.
+        """A copy with other fields of the model's configuration, sequence length, adapters or format of frozen weights.
 
         Only for our models.
 
@@ -196,13 +207,14 @@ class Workload:
             "lora": known.lora if lora is None else lora,
             "narrow": OPTIMIZER_STATES[self.optimizer].corrects,
         }
-        of_rank = self.precision, self.sequence_parallel, self.autocast
+        form = frozen_format or self.frozen_format
+        of_rank = self.precision, self.sequence_parallel, self.autocast, form
         key = name, *sorted({**changes, **overrides}.items()), *how.values(), known.matmul, of_rank
         if key not in self._changed:
             model, length = preset(name, {**changes, **overrides}, **how)
             model.matmul = known.matmul
             rows = tokens_and_targets(length // self.sequence_parallel)
-            own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}}
+            own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}, "frozen_format": form}
             self._changed[key] = replace(self, model=model, units=model.units, inputs=rows, seq_len=length, **own)
         return self._changed[key]
 

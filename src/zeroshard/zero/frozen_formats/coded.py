@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -158,12 +158,13 @@ class CodedParams(FlatParams):
     has_pieces = False
     transport: CodeTransport
 
-    def __init__(self, *args: Any, form: BlockFormat, strategy: ShardingStrategy, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, members: CodedMembers, strategy: ShardingStrategy, **kwargs: Any) -> None:
         super().__init__(*args, strategy=strategy, **kwargs)
         watch, self.watch = self.watch, None  # nothing was written to them yet
         flat = Weights.gather_master(self)
         shards = self.comm.world_size > 1 and strategy.params is SHARD
-        self._format, self._codes = form, Codes(self.layout, form, self.comm.world_size if shards else 1)
+        self._format = members.form
+        self._codes = members.codes(self.layout, members.form, self.comm.world_size if shards else 1)
         self.pieces, self._aliased, self._always_compared = [], False, False
         self.transport = CodeTransport(self.comm, self.layout, self._codes, shards=shards)
         self.take_codes(self._codes.encode(flat))
@@ -288,7 +289,7 @@ class CodedGroup(FlatGroup):
             init=init,
             layout=facts.layout,
             transport=transport,
-            form=self._members.form,
+            members=self._members,
         )
 
     @property
@@ -307,7 +308,14 @@ class CodedGroup(FlatGroup):
 
 
 class CodedMembers(Members):
-    """Groups of codes for some frozen parameters of a unit; all else is as ``others`` say."""
+    """Groups of codes for some frozen parameters of a unit; all else is as ``others`` say.
+
+    Attributes:
+        form: their format.
+        codes: what encodes and decodes them.
+    """
+
+    codes: Callable[[FlatLayout, BlockFormat, int], Codes] = Codes
 
     def __init__(self, others: Members, form: BlockFormat, chosen: frozenset[nn.Parameter]) -> None:
         self._others, self.form, self._chosen = others, form, chosen
@@ -336,35 +344,42 @@ def members_of(
     settings: FrozenFormat, specs: Sequence[UnitSpec], others: Sequence[Members], kept: frozenset[Tensor]
 ) -> Sequence[Members]:
     """See `FrozenFormat.members`."""
-    chosen = [chosen_of(settings, spec, kept, is_root=index == 0) for index, spec in enumerate(specs)]
-    if not any(chosen):
-        if settings.only is not None:
-            what, todo = f"no frozen parameter matches {', '.join(settings.only)}", "correct frozen_format.only"
-        else:
-            what = "no frozen parameter of two or more dimensions belongs to a unit"
-            todo = "freeze the base before Zero(), or leave it out"
-        raise UserError("frozen_format", what, todo)
+    chosen = chosen_of(settings, specs, kept)
     return [
         CodedMembers(other, settings.form, own) if own else other for other, own in zip(others, chosen, strict=True)
     ]
 
 
 def chosen_of(
-    settings: FrozenFormat, spec: UnitSpec, kept: frozenset[Tensor], *, is_root: bool
-) -> frozenset[nn.Parameter]:
-    """The parameters of a unit that are kept as codes; arguments as of `FrozenFormat.members`."""
-    looked_up = {
-        param
-        for part in spec.module.modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-        for param in part.parameters(recurse=False)
-    }
+    settings: FrozenFormat, specs: Sequence[UnitSpec], kept: frozenset[Tensor]
+) -> list[frozenset[nn.Parameter]]:
+    """Return each unit's parameters that are kept as codes: arguments and errors as of `FrozenFormat.members`."""
+    apart = kept.union(*(part.parameters(recurse=False) for part in _embeddings_and_heads(specs[0].module)))
 
-    def is_chosen(name: str, param: nn.Parameter) -> bool:
-        if param.requires_grad or not param.is_floating_point():
-            return False
+    def is_meant(name: str, param: nn.Parameter) -> bool:
         if settings.only is not None:
             return settings.matches(name)
-        return not is_root and param.dim() >= 2 and param not in looked_up and param not in kept
+        return param.dim() >= 2 and param not in apart
 
-    return frozenset(param for name, param in spec.params if is_chosen(name, param))
+    def is_chosen(name: str, param: nn.Parameter) -> bool:
+        return not param.requires_grad and param.is_floating_point() and is_meant(name, param)
+
+    units = [[], *(spec.params for spec in specs[1:])] if settings.only is None else [spec.params for spec in specs]
+    chosen = [frozenset(param for name, param in params if is_chosen(name, param)) for params in units]
+    if any(chosen):
+        return chosen
+    if settings.only is not None:
+        what, todo = f"no frozen parameter matches {', '.join(settings.only)}", "correct frozen_format.only"
+    else:
+        what = "no frozen parameter of two or more dimensions belongs to a unit"
+        todo = "freeze the base before Zero(), or leave it out"
+    raise UserError("frozen_format", what, todo)
+
+
+def _embeddings_and_heads(model: nn.Module) -> Iterator[nn.Module]:
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) or name.rpartition(".")[2] == "lm_head":
+            yield part
+        head = getattr(part, "get_output_embeddings", None)  # of a model of transformers
+        if head is not None and (found := head()) is not None:
+            yield found

@@ -26,8 +26,9 @@ class FrozenFormat:
     """Frozen weights as codes and scales, decoded for each use; an argument of `zeroshard.Zero`.
 
     It applies to parameters that are frozen when the engine is built, have two or more dimensions and belong to a unit,
-    but not to embeddings or `MixedPrecision.keep_in_fp32_modules`: for adapters on a base that is not trained (QLoRA:
-    Dettmers et al. 2023, https://arxiv.org/abs/2305.14314).
+    but not to embeddings, the head (``lm_head``, or what a model of transformers says) or
+    `MixedPrecision.keep_in_fp32_modules`: for adapters on a base that is not trained (QLoRA: Dettmers et al. 2023,
+    https://arxiv.org/abs/2305.14314).
 
     Attributes:
         name: ``"nf4"``, ``"int8"``, ``"int4"`` or ``"e4m3"``; see `zeroshard.kernels.block_formats`.
