@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol, get_args
 
 import torch
@@ -20,7 +19,7 @@ from zeroshard.zero.buffers.plain import Members
 from zeroshard.zero.buffers.unit import FlatGroup, build_groups
 from zeroshard.zero.compat.module_methods import has_engine
 from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.core.strategy import ShardingStrategy, resolve_strategy
+from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.meta_models import Init, materialise
@@ -38,16 +37,6 @@ _OTHER_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 def same_on_every_rank(comm: Communicator) -> AbstractContextManager[list[str]]:
     """As `agreement`: raise on every rank what the block raises on one, or if they append different descriptions."""
     return agreement(comm, "Zero", "give every rank the same model and arguments")
-
-
-def row_of(stage: int | ShardingStrategy, secondary_shard_size: int | None) -> ShardingStrategy:
-    """Return the row of the stage table that the arguments of `zeroshard.Zero` name; ValueError if they name none."""
-    row = resolve_strategy(stage)
-    if secondary_shard_size is None:
-        return row
-    if row is stage:
-        raise ValueError("secondary_shard_size: stage is a ShardingStrategy, which has this field; set it there")
-    return replace(row, secondary_shard_size=secondary_shard_size)
 
 
 def described(

@@ -138,7 +138,7 @@ class Zero:
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
         with construction.same_on_every_rank(comm) as compared:
-            self.strategy = construction.row_of(stage, secondary_shard_size)
+            self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
             construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             coded = frozen_format_of(frozen_format)

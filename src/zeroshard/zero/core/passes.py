@@ -233,14 +233,14 @@ class Passes(Generic[AnyGroup]):
         else:
             if unit is self.root:
                 self._begin_forward()
-                self.unshard(unit)
+                self.unshard(unit)  # before the others', as it is waited for first
                 self.gather_first(self.num_ahead)
                 for other in self.units if unit.entered else ():  # [Note: One piece]
                     other.wait_for_unshard()
             else:
                 self.gather_first(self.reached(unit))
             unit.num_running_forwards += 1
-        self.unshard(unit, wait=True)
+        self.unshard(unit, wait=True)  # after the gathers ahead were issued, which run while this one is waited for
         unit.entered = True
 
     def pre_recompute(self, unit: Unit[AnyGroup]) -> None:
@@ -325,7 +325,7 @@ class Passes(Generic[AnyGroup]):
             return
         left = forward.calls[unit] = max(forward.calls.get(unit, 0) - 1, 0)
         unit.active += 1
-        if left == 0:
+        if left == 0:  # issues its own gather and those ahead, at their places in every rank's order
             backward.before(self._end(backward, unit, forward))
         if unit.read_in_backward:
             self.unshard(unit, wait=True)
@@ -337,9 +337,9 @@ class Passes(Generic[AnyGroup]):
         unit.entered = False
         unit.active = max(unit.active - 1, 0)
         if unit is self.root or unit.active or forward.calls.get(unit):
-            return
+            return  # another call of the unit is still to come, and adds to the same gradients
         backward.through(self._end(backward, unit, forward))
-        self.reshard(unit)
+        self.reshard(unit)  # after its reduction was issued, and at once: the next unit's gather needs the memory
         waits = self.nested is not None and unit in self.nested.waiting
         if len(backward.forwards) > 1 and self.reshard_after_forward and not waits:
             self.free(unit)  # another forward's calls gather them again
@@ -370,7 +370,7 @@ class Passes(Generic[AnyGroup]):
         self._looked_at = self.local_grads.units() if self.local_grads is not None and self.sync else set()
         for unit in backward.called_again if self.shard_params else ():
             self.unshard(unit)  # before the schedule, which has one place for each unit
-        at_end_of_backward(uncompiled(self._end_backward))
+        at_end_of_backward(uncompiled(self._end_backward))  # once autograd has handed over the last gradient
         return backward
 
     def _end(self, backward: BackwardPass, unit: Unit[AnyGroup], forward: Forward) -> Op:
@@ -448,7 +448,7 @@ class Passes(Generic[AnyGroup]):
         backward = self.backward
         assert backward is not None
         try:
-            backward.through(Op("reduce", ROOT))  # the last one
+            backward.through(Op("reduce", ROOT))  # the last one, and those of units that this rank has skipped
             if self.sync:
                 self._finish_reductions()
             self._forget_backward()
@@ -467,7 +467,7 @@ class Passes(Generic[AnyGroup]):
 
     def _finish_reductions(self) -> None:
         """Agree on who had gradients ([Note: Unused parameters] in `gradients`), reduce late ones, wait. Collective."""
-        while self._unfinished:
+        while self._unfinished:  # before the message below, as on ranks whose reductions have all been issued
             self._issue(list(self._unfinished))
         units = [(unit, groups) for unit, groups in self.trained.items() if groups]
         trained = [group for _, groups in units for group in groups]
@@ -483,7 +483,7 @@ class Passes(Generic[AnyGroup]):
         for group in trained:
             group.grads.wait_for_reduce()
             group.grads.num_backwards += 1
-        self._in_flight = []
+        self._in_flight = []  # all are done: what follows reads the reduced gradients
         if self.buffers is not None:
             self.buffers.sync(self._buffers_changed)
 

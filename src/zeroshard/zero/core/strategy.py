@@ -12,7 +12,7 @@ https://arxiv.org/abs/1910.02054, section 5. There are no stage classes: one eng
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zeroshard.settings import rules
@@ -82,10 +82,16 @@ STAGES: dict[int, ShardingStrategy] = {
 }
 
 
-def resolve_strategy(stage: int | ShardingStrategy) -> ShardingStrategy:
-    """Return the row of `STAGES` with that number (else ValueError), or the given `ShardingStrategy` as it is."""
+def resolve_strategy(stage: int | ShardingStrategy, secondary_shard_size: int | None = None) -> ShardingStrategy:
+    """Return the row of `STAGES` with that number, with that second copy, or the given `ShardingStrategy` as it is.
+
+    Raises ValueError for another number, and for a second copy beside a `ShardingStrategy`.
+    """
     if isinstance(stage, ShardingStrategy):
+        if secondary_shard_size is not None:
+            raise ValueError("secondary_shard_size: stage is a ShardingStrategy, which has this field; set it there")
         return stage
     if isinstance(stage, bool) or stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not a ZeRO stage; choose 0, 1, 2 or 3, or give a ShardingStrategy")
-    return STAGES[stage]
+    row = STAGES[stage]
+    return row if secondary_shard_size is None else replace(row, secondary_shard_size=secondary_shard_size)

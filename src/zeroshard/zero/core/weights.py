@@ -263,7 +263,7 @@ class Weights:
         Returns whether one was started.
         """
         if self._work is not None or (self.state.readable and not again):
-            return False
+            return False  # two gathers into one buffer could overtake each other
         if (watch := self.watch) is not None:
             watch.before_gather()
         self._gather()
@@ -276,6 +276,7 @@ class Weights:
     def _gather(self) -> None:
         current, visible = self.state.readable, self.state.visible
         changed = not current or self.shard_params  # whether this rank's shard of `full` must be written
+        # On a GPU nothing here waits on the host: marks order the streams.
         read_at = self._streams.mark() if current else None  # by kernels that are queued already
         with torch.no_grad():
             if not self.shard_optim:
@@ -285,7 +286,7 @@ class Weights:
                 return
             # The copy reads the master, so it waits for the step that wrote it; it writes where kernels may still read.
             with self._streams.on("copy_in", self._written_at, read_at):
-                if self.state is SHARDED:
+                if self.state is SHARDED:  # on this stream, which waits for the last use of the memory that it is given
                     self.full.untyped_storage().resize_(self.full.nbytes)
                 self.state = REFRESHING if visible else GATHERING
                 self.transport.prepare(self.full, self.master, changed=changed)
@@ -301,7 +302,7 @@ class Weights:
         work, visible = self._work, self.state.visible
         self._work, self.state = None, STALE_VISIBLE if visible else STALE_HIDDEN  # as it is if the collective fails
         if work is not None:
-            work.wait()
+            work.wait()  # on a GPU the stream that computes waits, not the host
             if self.transport.finish(self.full):  # it has written the master's place: the next copy waits for that
                 self._written_at = self._streams.mark()
         self.state = UNSHARDED
@@ -314,7 +315,7 @@ class Weights:
         """Free the unsharded weights, if weights are sharded."""
         if not self.shard_params or self.state is SHARDED:
             return
-        self.wait_for_unshard()
+        self.wait_for_unshard()  # a collective may still be writing to the memory
         if (watch := self.watch) is not None:
             watch.before_free()
         self.free_memory()
@@ -323,7 +324,7 @@ class Weights:
 
     def free_memory(self) -> None:
         """Have parameters show NaN, and free the unsharded weights."""
-        self._show(self._hidden)
+        self._show(self._hidden)  # first: views of memory that is gone would crash
         self._streams.freed()  # not before kernels that read them are done
         self.full.untyped_storage().resize_(0)  # [Note: Storage and saved views]
         self.state = SHARDED
@@ -332,7 +333,7 @@ class Weights:
         """Record that the master has changed, so that the next `unshard` refreshes ``full``."""
         if (watch := self.watch) is not None:
             watch.before_stale()
-        self.reshard()
+        self.reshard()  # sharded weights are gathered from the master at their next use, and show NaN until then
         self.transport.invalidate()
         if self.state is not SHARDED and (self.shard_optim or not self._aliased):
             self.wait_for_unshard()  # an exception may have ended a forward before it was waited for
