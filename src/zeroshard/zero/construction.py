@@ -24,7 +24,6 @@ from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.meta_models import Init, materialise
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import check_wire
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.observer import Observer
 from zeroshard.zero.transport.members import ALL
@@ -149,7 +148,6 @@ def parts_of(
     Arguments and errors are those of `zeroshard.Zero`; ``away`` makes the units whose state is off the device,
     ``coded`` those of which frozen weights are kept as codes.
     """
-    check_wire(strategy, precision)
     _check_lookups(model, rank_groups)
     on_meta = any(param.is_meta for param in model.parameters())
     if on_meta and init is None:

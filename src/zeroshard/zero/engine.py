@@ -28,7 +28,6 @@ from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.compat.module_methods import ModulePatches
 from zeroshard.zero.core.engine import Engine, Parts
-from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.ema.observer import attached
@@ -38,7 +37,8 @@ from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import check_change, check_rank_groups, within_replica
+from zeroshard.zero.rank_groups import check_change, ranks_of
+from zeroshard.zero.runtime.module_hooks import modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -147,12 +147,8 @@ class Zero:
             compared += construction.described(model, self.strategy, self.precision, *how)
             away = construction.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
-        check_rank_groups(self.strategy, shard_size, self.precision, **checked)
-        groups = self.strategy.secondary_shard_size, self.precision.node_size
-        self.rank_groups = RankGroups.of(comm, shard_size, *groups, reproducible)
-
+        self.rank_groups, rank_groups = ranks_of(comm, self.strategy, shard_size, self.precision, **checked)
         on_meta = [param for param in model.parameters() if param.is_meta]
-        rank_groups = self.rank_groups if local_steps is None else within_replica(self.rank_groups)
         specs, make = construction.parts_of(
             model, units, self.strategy, rank_groups, self.precision, init, device, away, coded
         )
@@ -176,13 +172,15 @@ class Zero:
         self._engine = Engine.of(model, Parts(specs, make, passes, rank_groups.world, named_shards.named_state, cast))
         self.model, self.comm = model, comm  # of all replicas, where those take local steps
         self._handles = [*self._engine.handles, *cast_around(model, self.precision)]
-        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
+        self._handles += self._runtime.attach_parts(model)
+        modules = modules_with_methods(model, self._runtime.root, self._runtime.units)
+        self._handles.append(ModulePatches(model, modules, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
         self._optimizers.refresh_in_wire_format()
         if self.local_steps is not None and init is not loaded_later:
             self.local_steps.begin_alike()
-        self._handles.append(guards.install(self))
+        self._handles.append(guards.install(self, modules))
 
     def __repr__(self) -> str:
         groups = self._runtime.groups()

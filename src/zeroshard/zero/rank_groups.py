@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroshard.comm import LocalCommunicator
+from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.settings import rules
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
@@ -28,16 +28,22 @@ def check_wire(strategy: ShardingStrategy, precision: MixedPrecision) -> None:
         rules.check_wire(name, getattr(precision, name), _stage(strategy))
 
 
-def check_rank_groups(
+def ranks_of(
+    comm: Communicator,
     strategy: ShardingStrategy,
     shard_size: int | None,
     precision: MixedPrecision,
     *,
     local_steps: bool,
-    reproducible: int | None = None,
-    accumulate: str | None = None,
-) -> None:
-    """Raise ValueError for a ``shard_size`` without effect, local steps of one replica, what ``reproducible`` bars."""
+    reproducible: int | None,
+    accumulate: str | None,
+) -> tuple[RankGroups, RankGroups]:
+    """Return the groups of all ranks, and the engine's: with local steps those of one replica, as if it were the world.
+
+    Collective. Raises ValueError for a ``shard_size`` without effect, local steps of one replica, what ``reproducible``
+    bars, and a wire format that the row of the stage table does not support.
+    """
+    check_wire(strategy, precision)
     if reproducible is not None:
         wire = "precision.gather" if precision.gather else "precision.reduce" if precision.reduce else ""
         others = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
@@ -46,11 +52,9 @@ def check_rank_groups(
         rules.check_local_steps("local_steps", "it", shard_size)
     elif shard_size is not None:
         rules.check_something_is_sharded(_stage(strategy))
-
-
-def within_replica(ranks: RankGroups) -> RankGroups:
-    """The groups of one replica, as if it were the world: for an engine whose replicas take local steps."""
-    return RankGroups(ranks.shard_group, ranks.shard_group, LocalCommunicator(), ranks.node_group)
+    ranks = RankGroups.of(comm, shard_size, strategy.secondary_shard_size, precision.node_size, reproducible)
+    replica = RankGroups(ranks.shard_group, ranks.shard_group, LocalCommunicator(), ranks.node_group)
+    return ranks, replica if local_steps else ranks
 
 
 def _stage(strategy: ShardingStrategy) -> int:

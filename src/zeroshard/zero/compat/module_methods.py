@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from zeroshard.host.torch_internals import own_buffers, own_parameters
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.optimizers.adoption import has_owner
-from zeroshard.zero.runtime.module_hooks import attach_parts, modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
@@ -43,32 +42,28 @@ class ModulePatches:
 
     Args:
         model: the model that the engine has taken over.
+        modules: its modules that have methods of the engine's.
         runtime: the engine's runtime.
         optimizers: the engine's optimizers.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, optimizers: EngineOptimizers) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Iterable[nn.Module], runtime: Runtime, optimizers: EngineOptimizers
+    ) -> None:
         self._model, self._modules = model, list(model.modules())
-        self._handles: list[Any] = []
         _modules_of_engines.update(self._modules)
-        vars(model)["zero_grad"] = uncompiled(
-            lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)
-        )
-        for module in modules_with_methods(model, runtime.root, runtime.units):
+        for module in modules:
             vars(module)["_apply"] = _apply_in_place(module)
         for module in model.modules():
             own = getattr(type(module), "generate", None)
             if callable(own) and "synced_gpus" in inspect.signature(own).parameters:
                 vars(module)["generate"] = _generate_together(module, runtime)
-        # Weights that share the masters' memory are always current.
-        if not runtime.in_one_piece or any(group.params.master_bytes for group in runtime.groups()):
-            hooked = [runtime.root] if runtime.in_one_piece else runtime.all_units()
-            self._handles += attach_parts(runtime.all_units(), hooked, model, runtime.pre_forward_of_part)
+        vars(model)["zero_grad"] = uncompiled(
+            lambda set_to_none=True: optimizers.clear_grads(None, set_to_none=set_to_none)
+        )
 
     def remove(self) -> None:
         """Restore the original methods, and let the model have another engine."""
-        for handle in self._handles:
-            handle.remove()
         self._model.__dict__.pop("zero_grad", None)
         for module in self._model.modules():
             for name in ("_apply", "generate"):

@@ -5,14 +5,13 @@ Without this file they would be silently wrong. Changes of the model itself are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.zero.guards.late_modules import Known
-from zeroshard.zero.runtime.module_hooks import modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
@@ -32,11 +31,14 @@ class ModuleRefusals:
 
     Args:
         model: the model that the engine has taken over.
+        with_methods: its modules that have methods of the engine's.
         runtime: the engine's runtime.
         optimizers: the engine's optimizers.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, optimizers: EngineOptimizers) -> None:
+    def __init__(
+        self, model: nn.Module, with_methods: Sequence[nn.Module], runtime: Runtime, optimizers: EngineOptimizers
+    ) -> None:
         self._model = model
         self._handles: list[Any] = []
         vars(model)["_ddp_params_and_buffers_to_ignore"] = _RefusesDdp()
@@ -44,7 +46,6 @@ class ModuleRefusals:
         optimizers.require_same_model = known.require_unchanged
         runtime.before_forward = _before_forward(known, set(model.parameters()))
         vars(model)["apply"] = _apply_where_unsharded(model, runtime)
-        with_methods = modules_with_methods(model, runtime.root, runtime.units)
         narrow = any(g.params.is_rounded or g.params.full.dtype != g.params.dtype for g in runtime.groups())
         for module in with_methods:
             self._handles.append(module.register_state_dict_pre_hook(_refuse_state(runtime)))

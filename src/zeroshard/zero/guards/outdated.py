@@ -112,7 +112,7 @@ class Watch:
                 # a subclass with the same name, whose instances call back before they are read
                 members = {"__module__": kind.__module__, **self._members}
                 self._kinds[kind] = type(kind.__name__, (_Outdated, kind), members)
-            # The class is exchanged at each step, as nothing else sees reads of a parameter between steps alone: a class
+            # The class is exchanged at each step, as nothing else sees reads between steps and no others: a class
             # with `__torch_function__` for good would run Python at every operation of forward, a mode sees nothing
             # outside of its block, and an assignment to `param.data` leaves the parameter's class as it is.
             param.__class__ = self._kinds[kind]

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from zeroshard.host.torch_internals import in_transform
-from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.core.hooks import NOT_IN_TRANSFORM, EngineHook
 from zeroshard.zero.core.weights import UNSHARDED
@@ -29,11 +28,11 @@ def attach_parts(
     """Hook modules that own parameters of a unit to call ``pre_forward_of_part`` first; not those of ``hooked`` units.
 
     So a model may call a unit's submodules instead of the unit. In compiled code the hook is traced: inside of the unit
-    it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``; see
+    it adds nothing to the graph, and outside of it the graph ends before ``pre_forward_of_part``, which is uncompiled:
     [Note: Hooks inside of a unit] in `uncompiled`. Returns removable handles.
     """
     homes = {param: unit for unit in units for group in unit.groups for param in group.params.params}
-    handles, pre_forward_of_part = [], uncompiled(pre_forward_of_part)
+    handles = []
     for module in model.modules():
         owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
         others = [unit for unit in owners if unit.module is not module or unit not in hooked]

@@ -7,6 +7,7 @@ are called outside of their unit, ``param.grad``, weights that users write to, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
 from zeroshard.host.torch_internals import in_backward
+from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 from zeroshard.zero.core.passes import Passes
@@ -22,7 +24,7 @@ from zeroshard.zero.core.strategy import ShardingStrategy
 from zeroshard.zero.runtime.calls import Calls
 from zeroshard.zero.runtime.forwards import of_several
 from zeroshard.zero.runtime.grad_hooks import GradHooks
-from zeroshard.zero.runtime.module_hooks import is_current
+from zeroshard.zero.runtime.module_hooks import attach_parts, is_current
 from zeroshard.zero.runtime.nested_units import InnerUnits
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
@@ -102,6 +104,14 @@ class Runtime(Passes[FlatGroup]):
         """Weights have changed by a step: expect no backward of the forwards that were run."""
         self.collectives.note_step()
         self.forget_calls()
+
+    def attach_parts(self, model: nn.Module) -> list[Any]:
+        """Hook the model's modules inside of units: [Note: Parts] in `module_hooks`. Returns removable handles."""
+        in_one_piece = self.in_one_piece
+        if in_one_piece and not any(group.params.master_bytes for group in self.groups()):
+            return []  # weights that share the masters' memory are always current
+        hooked = [self.root] if in_one_piece else self.all_units()
+        return attach_parts(self.all_units(), hooked, model, uncompiled(self.pre_forward_of_part))
 
     def pre_forward_of_part(self, unit: FlatUnit) -> None:
         """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts] in `module_hooks`."""
