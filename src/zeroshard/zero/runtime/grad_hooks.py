@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -121,10 +120,7 @@ class GradHooks:
 
 
 class ParamGrad:
-    """One parameter and the `ShardedGrad` that it shows: [Note: What a parameter shows].
-
-    The `ShardedGrad` is reused unless user code still refers to it.
-    """
+    """One parameter and the `ShardedGrad` that it shows, another one in each step: [Note: What a parameter shows]."""
 
     def __init__(self, home: GradHome, group: FlatGroup, param: nn.Parameter) -> None:
         self.param, self.group = param, group
@@ -150,11 +146,9 @@ class ParamGrad:
     def hide(self) -> None:
         """The gradient was cleared: make the `ShardedGrad` unreadable for code that kept a reference to it."""
         self.param.grad = None
-        # References that are not the user's: ours and the one of this call; to the home also the gradient's.
-        if sys.getrefcount(self.grad) > 2 or sys.getrefcount(self._home) > 3:
-            self._home.gone = True
-            self._home = GradHome(self.taker, self.group, self.slot, self.name)
-            self.grad = ShardedGrad(self._home, self._like, self._dtype)
+        self._home.gone = True
+        self._home = GradHome(self.taker, self.group, self.slot, self.name)
+        self.grad = ShardedGrad(self._home, self._like, self._dtype)
 
     def clear(self) -> None:
         """Clear the gradient, as the user did by assigning None."""
