@@ -273,8 +273,8 @@ def test_a_gradient_that_was_kept_over_a_step_raises_and_does_not_show_the_next_
             net(rows(comm.rank, step)).square().mean().backward()
             if step == 0:
                 old = keep(net.first.weight.grad)
-            optim.step()
-            optim.zero_grad()
+                optim.step()
+                optim.zero_grad()
         with pytest.raises(RuntimeError, match=r"first.weight.grad: gradients were cleared"):
             old.sum()
 
