@@ -16,11 +16,11 @@ from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import LINKS, Calibration, Device, Link, find_device, find_link
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES
 from zeroshard.lab.predict.model_trace import tokens_and_targets
-from zeroshard.lab.predict.plain_module import described
 from zeroshard.lab.predict.rates import SUSTAINED, Attention, Impl, Loss, Software, attention_of_torch
 from zeroshard.lab.predict.workload import DTYPES, Workload, known_optimizer, preset
 from zeroshard.models import LanguageModel
 from zeroshard.models.adapters import Lora
+from zeroshard.models.plain_module import described
 from zeroshard.settings import rules
 from zeroshard.settings.engine import EngineChoices
 from zeroshard.settings.sizes import parse_size
@@ -201,12 +201,13 @@ class Request(EngineChoices):
             built, name = model, type(model).__name__
             units, ours = None if self.units is None else choose_units(model, self.units), False
             kernels, inputs, seq_len = self.who_computes, self.inputs, self.seq_len or 1
-            if isinstance(model, LanguageModel):
-                seq_len = self.seq_len or model.config.seq_len
-                model.check_seq_len(seq_len)
-                units = model.units if units is None else units
-                ours = inputs is None and units in (model.units, list(model.blocks))
-                inputs, kernels = inputs or tokens_and_targets(seq_len // self.sequence_parallel), model.kernels
+            if described(model).config is not None:
+                known = cast("LanguageModel", model)
+                seq_len = self.seq_len or known.config.seq_len
+                known.check_seq_len(seq_len)
+                units = known.units if units is None else units
+                ours = inputs is None and units in (known.units, list(known.blocks))
+                inputs, kernels = inputs or tokens_and_targets(seq_len // self.sequence_parallel), known.kernels
             elif inputs is None:
                 what = f"a {name} is no language model of ours"
                 todo = "give inputs=lambda rows: (tensor, ...), the arguments of one micro-batch"

@@ -38,7 +38,6 @@ from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.fusion import Operation, Region, fused, opaque, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
 from zeroshard.lab.predict.on_meta import NotServedError, fuse_dropout, in_recomputations, on_meta, serves
-from zeroshard.lab.predict.plain_module import described
 from zeroshard.lab.predict.recorder import StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import (
@@ -53,6 +52,7 @@ from zeroshard.lab.predict.work import (
 from zeroshard.models import LanguageModel, SequenceParallel, build_model
 from zeroshard.models.adapters import Lora, is_adapter
 from zeroshard.models.attention import as_on_gpu
+from zeroshard.models.plain_module import described
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.zero import MixedPrecision

@@ -17,9 +17,9 @@ from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
-from zeroshard.lab.predict.plain_module import PlainModule, described
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
+from zeroshard.models.plain_module import PlainModule, described
 from zeroshard.models.presets import model_config, nearest_preset
 from zeroshard.settings.validate import nearest
 from zeroshard.zero import STAGES, FrozenFormat, MixedPrecision

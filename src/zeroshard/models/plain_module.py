@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.kernels import Choice
-from zeroshard.models import LanguageModel
+from zeroshard.models.base import LanguageModel
 
 
 class PlainModule:
