@@ -58,8 +58,8 @@ def flags_of(config: type[BaseModel], positionals: Sequence[str] = ()) -> dict[s
 
 
 def is_switch(annotation: Any) -> bool:
-    """Whether the setting is turned on by its flag alone, and off by ``--no-``: a bool, or one of auto, on and off."""
-    return annotation is bool or get_args(annotation) == ("auto", "on", "off")
+    """Whether the setting is turned on by its flag alone, and off by ``--no-``: a bool, or a choice with on and off."""
+    return annotation is bool or {"on", "off"} <= {*get_args(annotation)}
 
 
 def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequence[str] = ()) -> dict[str, Any]:
@@ -87,7 +87,8 @@ def read_flags(argv: Sequence[str], flags: dict[str, Flag], positionals: Sequenc
             todo = f"here it is {known}" if known in flags else nearest(name, flags, "see --help")
             raise UserError(name, "there is no such flag", todo)
         if flag.kind == "switch":
-            follows = not equals and bool(words) and words[0] in flag.words
+            next_word = words[0] if words and flag.words and not equals else "--"
+            follows = next_word in flag.words or not (unnamed or next_word.startswith("--"))
             value: Any = joined if equals else words.pop(0) if follows else flag.switch_value
             if equals and not flag.switch_value:
                 raise UserError(name, "takes no value", f"write {name} alone")

@@ -26,7 +26,7 @@ class ExitStatus(IntEnum):
     PEER_LOST = 4  # a peer hung or was lost
     STORAGE = 5  # a disk or a folder failed, so that something was not written
     NOT_FINITE = 6  # loss or gradients stayed NaN/Inf, or replicas diverged
-    STAGE_RAISED = 7  # memory ran out under --strategy auto; the next start is a stage higher
+    STAGE_RAISED = 7  # memory ran out under --strategy auto or --fit; the next start needs less
     INTERRUPTED = 130  # Ctrl-C
     PREEMPTED = 138  # SIGUSR1, after a saved checkpoint
     TERMINATED = 143  # SIGTERM or SIGHUP, after a saved checkpoint
@@ -58,7 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     # the last one is the message of the loader if a library does not fit into memory
-    said = ("can't allocate memory", "annot allocate memory", "failed to map segment")
+    said = ("can't allocate memory", "annot allocate memory", "failed to map segment", "std::bad_alloc")
     return not names.isdisjoint({"OutOfMemoryError", "MemoryError"}) or any(text in str(error) for text in said)
 
 

@@ -8,6 +8,7 @@ there too, so they are taken off what is in use.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,16 @@ def available_bytes() -> int | None:
     found = [_in_machine(), *_in_groups()]
     known = [num_bytes for num_bytes in found if num_bytes is not None]
     return max(min(known), 0) if known else None
+
+
+def bytes_within_limits() -> int | None:
+    """Bytes that this process may still map by its own limits (``ulimit -d``, ``ulimit -v``); None: it has none."""
+    now, found = _entries(PROC / "self" / "status"), []
+    for limit, used in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY and used in now:
+            found.append(max(most - now[used] * 1024, 0))
+    return min(found, default=None)
 
 
 def keeps_files_of(folder: Path) -> bool:

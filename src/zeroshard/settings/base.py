@@ -25,6 +25,15 @@ def _as_switch(raw: Any) -> Any:
 AutoSwitch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_switch)]  # true and false are on and off
 
 
+def _as_fit(raw: Any) -> Any:
+    words = raw.split(",") if isinstance(raw, str) else raw if isinstance(raw, list | tuple) else [raw]
+    return ",".join(sorted(str(_as_switch(word)).strip() for word in words))
+
+
+# whether a run is made to fit, and what may have fewer bits for it
+Fit = Annotated[Literal["off", "on", "base", "states", "base,states"], BeforeValidator(_as_fit)]
+
+
 def _as_text(raw: Any) -> Any:
     return str(raw) if isinstance(raw, int) and not isinstance(raw, bool) else raw
 

@@ -18,14 +18,15 @@ from zeroshard.train.loop.watchdog import Alive, Watchdog
 from zeroshard.train.records.plan_contract import Predict
 from zeroshard.train.setup.auto import move_up
 from zeroshard.train.setup.build import built
+from zeroshard.train.setup.fit import Fit, FitEndsRunError
 
 
-def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
+def run_training(config: TrainConfig, predict: Predict | None = None, fit: Fit | None = None) -> int:
     """Build the run that ``config`` describes, train it and clean up; returns the exit status. Each rank calls it once.
 
     A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
 
-    ``predict`` makes the run's plan, and those by which the strategy ``auto`` chooses a stage.
+    ``predict`` makes the run's plan, and those by which the strategy ``auto`` chooses a stage; ``fit`` makes it fit.
 
     Raises:
         UserError: the configuration cannot be satisfied here; raised on every rank.
@@ -35,11 +36,15 @@ def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
     world = world_from_env() or World()
     try:
         with (
-            built(config, predict) as run,
+            built(config, predict, fit) as run,
             stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
             Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_hung) as watchdog,
         ):
             return int(_trained(run, config, stop_wanted, watchdog.alive))
+    except FitEndsRunError as end:
+        if world.rank == 0:
+            print(end.said, file=sys.stderr if end.status else sys.stdout, flush=True)
+        return int(end.status)
     except OSError as error:
         if not is_of_storage(error):
             raise
@@ -60,7 +65,8 @@ def run_training(config: TrainConfig, predict: Predict | None = None) -> int:
 def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
     """Call `train`. If this rank runs out of memory under ``auto`` and a higher stage may help, end the process."""
     try:
-        return train(run, stop_wanted, alive)
+        with run.out_of_memory(lambda: f"in step {run.progress.step + 1:,}"):
+            return train(run, stop_wanted, alive)
     except (RuntimeError, MemoryError) as error:
         comm = run.strategy.comm
         lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroshard.host.launch.environment import NetnsNodes
 
 NUM_STAGES = 4
+MOST_LEVERS = 16  # more than `--fit` has
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.start", "torch._dynamo")
 _ASKS = "see what it printed"  # how a lost rank's line ends, see `zeroshard.comm`
@@ -46,10 +47,11 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     process.prepare_torch()
     world = environment.world_from_env()
     several = config.nnodes != "1"
-    if world is None and (config.nproc > 1 or several):
+    if world is None and (config.nproc > 1 or several or config.fit != "off"):
         require_room(config.nproc)
         environment.end_with_starter()
         max_stage_raises = NUM_STAGES - 1 if config.strategy == "auto" else 0
+        max_stage_raises = MOST_LEVERS if config.fit != "off" else max_stage_raises
         rendezvous = (
             rendezvous_address.rendezvous_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         )
@@ -81,7 +83,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
         from zeroshard.train.start import run_training
 
         try:
-            return run_training(config, _predict)
+            return run_training(config, _predict, _fit)
         except PeerError as error:
             lost_first = str(error).startswith("rank 0")
             why = "; if that is nothing, it was killed, perhaps for its memory" if _ASKS in str(error) else ""
@@ -126,6 +128,12 @@ def _predict(job: Any) -> Any:
     from zeroshard.lab.planner.run_plan import predict
 
     return predict(job)
+
+
+def _fit(job: Any) -> Any:
+    from zeroshard.lab.planner.fit_run import fit_run
+
+    return fit_run(job)
 
 
 def prepare(config: PrepareConfig, argv: Sequence[str]) -> int:

@@ -51,5 +51,8 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
         causes = [failure for _, failure in sorted(failures.items()) if failure[0] not in consequences]
         if causes:
             code, message = max(causes)  # of two with the same code, one that has left a message
-            return Ending(code if code > 0 else 128 - code, message if code == ExitStatus.FAILED else "")
+            return Ending(
+                code if code > 0 else 128 - code,
+                message if code in (ExitStatus.FAILED, ExitStatus.CHECK_FAILED) else "",
+            )
     return Ending(ExitStatus.PEER_LOST, next(message for _, (_, message) in sorted(failures.items())))

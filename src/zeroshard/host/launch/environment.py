@@ -166,7 +166,8 @@ def set_for_workers(nproc: int, *, nodes: NetnsNodes | None, interface: str) -> 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = f"SIGTERM,SIGINT,SIGQUIT,SIGUSR1{hang_up}"
     os.environ[_LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
+    if nproc > 1:  # one rank has as many threads as without a launcher
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cpus() // nproc)))  # before torch, which reads it then
 
 
 def use_deterministic_cublas() -> None:

@@ -14,7 +14,7 @@ from zeroshard.lab.planner.advice import recommended
 from zeroshard.lab.planner.compare_gpus import Comparison, Offer, Refusal
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.explain import explain
-from zeroshard.lab.planner.fit import Tried, chosen, fitted, levers_in_words, with_flags
+from zeroshard.lab.planner.fit import Tried, chosen, fitted, levers_in_words
 from zeroshard.lab.planner.inverse import Answer, fewest
 from zeroshard.lab.planner.longest import longest_sequence
 from zeroshard.lab.planner.plan import asked, check_node_copy, check_wire_nodes, plan
@@ -26,6 +26,7 @@ from zeroshard.lab.planner.show import text
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import find_device
 from zeroshard.lab.predict.workload import DTYPES
+from zeroshard.settings.flags_given import with_flags
 from zeroshard.train.setup.assemble import local_steps, lora_of, model_overrides, offload_of
 from zeroshard.zero import STAGES
 
@@ -66,7 +67,7 @@ def _answer(config: PlanConfig, width: int) -> PlanAnswer:
             status, _printed(config, content, answer.sentence, _unused_network(config, [planner.cluster]))
         )
     if config.fit:
-        tried = fitted(*asked(**given, **_ways(config)))
+        tried = fitted(*asked(**given, **ways_of(config)))
         config = with_flags(config, chosen(tried).flags)
         return _with_cost(config, _plan(config), width, tried)
     found = _plan(config)
@@ -84,7 +85,8 @@ def _asked_planner(config: PlanConfig, given: dict[str, Any]) -> Planner:
     return planner
 
 
-def _ways(config: PlanConfig) -> dict[str, Any]:
+def ways_of(config: PlanConfig) -> dict[str, Any]:
+    """The ways to run that the settings ask for, as arguments of `plan`."""
     return {
         "stage": None if config.stage == "all" else int(config.stage),
         "shard_size": config.shard_size or None,
@@ -94,7 +96,7 @@ def _ways(config: PlanConfig) -> dict[str, Any]:
 
 
 def _plan(config: PlanConfig) -> Plan:
-    return plan(**arguments(config), **_ways(config))
+    return plan(**arguments(config), **ways_of(config))
 
 
 def _with_cost(config: PlanConfig, found: Plan, width: int, tried: Sequence[Tried] = ()) -> PlanAnswer:

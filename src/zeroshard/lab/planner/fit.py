@@ -7,7 +7,7 @@ nothing fits is found in the same way (`zeroshard.lab.planner.changes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,16 +16,13 @@ from typing import Any
 from zeroshard.host.columns import columns
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.advice import GIB, describe
-from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.levers import Lever, levers, off_the_device
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.show import seconds
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.settings import rules
-from zeroshard.settings.base import SHORTHANDS
-from zeroshard.settings.validate import nested, validate
-from zeroshard.train.config.config import merge
+from zeroshard.settings.flags_given import path_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def fitted(planner: Planner, ways: Ways) -> list[Tried]:
         return tried
     pulled: list[Lever] = []
     for lever in every_lever(planner, ways):
-        if (more := _try(planner, [*pulled, lever], ways)) is not None:
+        if (more := try_levers(planner, [*pulled, lever], ways)) is not None:
             tried.append(more)
             pulled.append(lever)
             if more.fits:
@@ -78,7 +75,7 @@ def fitted(planner: Planner, ways: Ways) -> list[Tried]:
     # Ranks that share sequences have further communicators, so all levers may need more than all but one.
     for lever in pulled if not tried[-1].fits else ():
         fewer = [each for each in pulled if each is not lever]
-        without = _try(planner, fewer, ways)
+        without = try_levers(planner, fewer, ways)
         if without is not None and without.fits:
             tried.append(without)
             pulled = fewer
@@ -87,13 +84,13 @@ def fitted(planner: Planner, ways: Ways) -> list[Tried]:
         fewer = [each for each in pulled if each is not lever]
         if flags_of(fewer) == flags_of(pulled):  # a later lever is of the same flag
             pulled = fewer
-        elif (without := _try(planner, fewer, ways)) is not None:
+        elif (without := try_levers(planner, fewer, ways)) is not None:
             tried.append(without)
             pulled = fewer if without.fits else pulled
     return tried
 
 
-def _try(planner: Planner, pulled: Sequence[Lever], ways: Ways) -> Tried | None:
+def try_levers(planner: Planner, pulled: Sequence[Lever], ways: Ways) -> Tried | None:
     """The job with some levers; None if they do not go together or with its settings, which refuse such flags."""
     with suppress(UserError):
         return with_levers(planner, pulled, ways)
@@ -106,7 +103,8 @@ def every_lever(planner: Planner, ways: Ways) -> list[Lever]:
     Where weights and states alone do not fit, no lever of activations is enough, and states leave first.
     """
     away = list(off_the_device(planner) if ways.local_steps is None else ())
-    return [*levers(planner), *away] if ways.state_fits(planner) else [*away, *levers(planner)]
+    found = [*levers(planner), *away] if ways.state_fits(planner) else [*away, *levers(planner)]
+    return [lever for lever in found if path_of(lever.flag) not in ways.kept]
 
 
 def with_levers(planner: Planner, pulled: Sequence[Lever], ways: Ways) -> Tried:
@@ -155,12 +153,3 @@ def levers_in_words(tried: Sequence[Tried]) -> str:
     with_these = " ".join(best.flags) or "what is given"
     said = f"It fits with {with_these}." if best.fits else "None of these is enough."
     return "\n".join([*lines, "", said])
-
-
-def with_flags(config: PlanConfig, flags: Iterable[str]) -> PlanConfig:
-    """The settings with those of some levers' ``flags``."""
-    values: dict[tuple[str, ...], Any] = {}
-    for flag, value in (each.split(" ", 1) for each in flags):
-        name = flag.removeprefix("--").replace("-", "_")
-        values[tuple(name.split(".")) if name not in SHORTHANDS else (name, SHORTHANDS[name])] = value
-    return validate(PlanConfig, merge(config.model_dump(exclude_unset=True), nested(values)))

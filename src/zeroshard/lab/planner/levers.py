@@ -6,6 +6,7 @@
     tiles                one product of a block more, and smaller products
     sequences shared     two all-to-alls around each attention, and fewer sequences at a time
     state on the host    copies of it over the bus, and updates by the host
+    state in files       of a CPU: each step reads and writes them
 
 docs/how-to/long-context.md says what each frees; the last one is of training state.
 """
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 from zeroshard.lab.planner.planner import Planner
 from zeroshard.lab.planner.request import uncompiled
+from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.rules import left_uncompiled_with
 from zeroshard.zero import Offload
 
@@ -70,6 +73,14 @@ def off_the_device(planner: Planner) -> Iterator[Lever]:
     hides = planner.workload.states[0].by_unit and not planner.asked.reproducible
     if planner.asked.offload is None and hides and planner.device.device_type == "cuda":
         yield Lever("state in host memory", "--offload optimizer", "states", lambda job: job.on(offload=Offload()))
+    if planner.asked.offload is None and hides and planner.device.device_type == "cpu":  # it has no other memory
+        for state, what in (("disk", "states in files"), ("disk-all", "states and gradients in files")):
+            yield Lever(what, f"--offload {state}", "states", partial(_in_files, state=state))
+
+
+def _in_files(planner: Planner, state: Literal["disk", "disk-all"]) -> Planner:
+    given = OffloadConfig(state=state)
+    return planner.on(offload=Offload(**given.places(shards_weights=True), path=given.folder(Path("OUT"))))
 
 
 def _by_kernels(planner: Planner) -> Planner:

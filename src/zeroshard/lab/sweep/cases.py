@@ -35,7 +35,7 @@ from zeroshard.train.config.named_code import require_asked
 
 CHANGES_NO_RESULT = (
     *("out", "port", "resume", "log_interval", "checkpoint_interval", "keep_checkpoints", "keep_every"),
-    "step_timeout_s",
+    *("step_timeout_s", "dry_run"),
 )
 DIGITS = 12  # hexadecimal digits of a hash
 
@@ -103,6 +103,8 @@ def make_case(base: Mapping[str, Any], axes: Mapping[str, Any]) -> Case:
         raw = merge(raw, _spelled_out(table))
     try:
         config = validate(TrainConfig, raw)
+        if config.dry_run:
+            raise UserError("dry_run", "a sweep runs its cases", "leave it out of base, or give --dry-run to the sweep")
     except UserError as error:
         return Case(_hash(raw), dict(axes), None, str(error))
     return Case(case_name(config), dict(axes), config)

@@ -37,7 +37,7 @@ from zeroshard.lab.sweep.results import SWEEP, SWEEP_FORMAT, failure_file, read_
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import flags_for_secrets
 from zeroshard.train.config.named_code import flags_for_code
-from zeroshard.train.config.toml import all_settings
+from zeroshard.train.config.toml import all_settings, dump_toml
 
 TRAIN = (sys.executable, "-m", "zeroshard", "train")
 _GRACE_S = 5.0  # from asking a run to stop to SIGKILL
@@ -125,7 +125,8 @@ class Runner:
         failure.unlink(missing_ok=True)
         at = target.parent.relative_to(self.folder)
         settings = target.with_name(f"{target.name}.toml")
-        write_inside(self.folder, at / settings.name, all_settings(config.model_copy(update={"out": str(target)})))
+        as_toml = all_settings if config.fit == "off" else dump_toml  # to fit, a run may change what was not given
+        write_inside(self.folder, at / settings.name, as_toml(config.model_copy(update={"out": str(target)})))
         began = time.monotonic()
         log_path, flags = target.with_name(f"{target.name}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(open_inside(self.folder, at / log_path.name, flags), "ab") as log:

@@ -23,7 +23,7 @@ from zeroshard.models.config import check_tiles
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.parallel.registry import STRATEGIES, strategies_with, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.base import SHORTHANDS, AutoSwitch, Fixed, Free, Names
+from zeroshard.settings.base import SHORTHANDS, AutoSwitch, Fit, Fixed, Free, Names
 from zeroshard.settings.engine import EngineConfig
 from zeroshard.settings.frozen_base import check_base
 from zeroshard.settings.optimizer import OptimizerName, check_optimizer
@@ -191,6 +191,12 @@ class TrainConfig(EngineConfig, RunTables):
         description="Run, checkpoint, Hugging Face folder or hf:OWNER/NAME whose weights this run begins with, at its "
         "own step 0; empty: drawn.",
     )
+    fit: Free[Fit] = Field(
+        "off",
+        description="Pull the levers of `zeroshard plan --fit` until the run fits into this machine's memory; what is "
+        "given stays. base, states: these may have fewer bits, if nothing else is enough.",
+    )
+    dry_run: Free[bool] = Field(False, description="With fit: print what it chooses and its plan, and train nothing.")
     resume: Free[str] = Field(
         "none", min_length=1, description="none, auto (the newest valid in out), or a checkpoint."
     )
@@ -308,6 +314,11 @@ class TrainConfig(EngineConfig, RunTables):
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         self._link_agrees()
+        if self.fit != "off" and not strategy.planned:
+            stages = ", ".join(strategies_with("planned"))
+            raise UserError("fit", f"no plan knows the memory of {self.strategy}", f"use --strategy {stages}, or auto")
+        if self.dry_run and self.fit == "off":
+            raise UserError("dry_run", "it prints what fit chooses, and fit is off", "add --fit, or leave it out")
         if not self.out:
             model = self.model.name.rstrip("/").rpartition("/")[2].removeprefix("hf:") or "model"
             name = f"{model}-{self.data.source}-{self.strategy}".replace("/", "_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ class Run:
     local_steps: OuterSteps | None = None  # if replicas take local steps
     callbacks: list[Callback] = field(default_factory=list)  # in the order in which they are told of an event
     progress: Progress = field(default_factory=Progress)
+    # in the context that it makes, memory that runs out is taken care of; its argument says where that was
+    out_of_memory: Callable[[Callable[[], str]], AbstractContextManager[Any]] = nullcontext
 
     @property
     def first_step(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from zeroshard.train.setup.agree import start_facts
 from zeroshard.train.setup.auto import with_stage
 from zeroshard.train.setup.callbacks import callbacks_of, recorders, users_callbacks, users_classes
 from zeroshard.train.setup.corpus import open_corpus
+from zeroshard.train.setup.fit import Fit, FitRecord, Fitting, made_to_fit
 from zeroshard.train.setup.hugging_face import with_model_files
 from zeroshard.train.setup.init_from import load_initial_weights, with_initial_run
 from zeroshard.train.setup.numerics import choose_device, on_device
@@ -55,7 +56,7 @@ from zeroshard.train.state.lock import RunLock
 
 
 @contextmanager
-def built(config: TrainConfig, predict: Predict | None = None) -> Generator[Run]:
+def built(config: TrainConfig, predict: Predict | None = None, fit: Fit | None = None) -> Generator[Run]:
     """Connect the ranks, build this rank's run, yield it, and clean up in any case; arguments as for `build_run`.
 
     Raises:
@@ -75,7 +76,7 @@ def built(config: TrainConfig, predict: Predict | None = None) -> Generator[Run]
             saved = checkpoint.latest(checkpoint_folder(Path(config.out)))
             if config.resume in ("none", "auto") or saved is not None:
                 config = config.model_copy(update={"resume": "auto"})
-        run = build_run(config, joined.comm, device, predict, joined.link)
+        run = build_run(config, joined.comm, device, predict, joined.link, fit)
         stack.callback(run.close)
         yield run
 
@@ -86,11 +87,13 @@ def build_run(
     device: torch.device,
     predict: Predict | None = None,
     link: Mapping[str, Any] | None = None,
+    fit: Fit | None = None,
 ) -> Run:
     """Build one rank's part of a run; collective.
 
     ``predict`` makes the plan that the run is compared with, and those by which the strategy ``auto`` chooses a stage;
-    None: there is no plan, and ``auto`` starts at stage 0. ``link``: as `Links.probed` has measured it.
+    None: there is no plan, and ``auto`` starts at stage 0. ``link``: as `Links.probed` has measured it. ``fit`` makes
+    a run fit that asks for it; None: it is as given.
 
     Raises:
         UserError: as `built`.
@@ -101,7 +104,9 @@ def build_run(
         claimed(Path(config.out), comm, resuming=config.resume != "none") as lock,
         checkpoint.parsed_once(),
     ):
-        return _assembled(config, comm, device, lock, predict, link or {})
+        config, fitting = made_to_fit(config, comm, device, fit)
+        with fitting.pulls_next_lever(lambda: "before the first step") if fitting else nullcontext():
+            return _assembled(config, comm, device, lock, predict, link or {}, fitting)
 
 
 def _check(config: TrainConfig, comm: Communicator, device: torch.device) -> None:
@@ -123,6 +128,7 @@ def _assembled(
     lock: RunLock | None,
     predict: Predict | None,
     link: Mapping[str, Any],
+    fitting: Fitting | None,
 ) -> Run:
     """Build this rank's part of the run, once its folder is locked for it. Collective."""
     folder, as_given = Path(config.out), config
@@ -164,6 +170,7 @@ def _assembled(
         lock=lock,
         clock=Stopwatch(device),
         contract=plans.contract(config),
+        out_of_memory=fitting.pulls_next_lever if fitting else nullcontext,
         local_steps=strategy.zero.local_steps if isinstance(strategy, ZeroStrategy) else None,
     )
     saved = resume.load(resume_from, run, config, comm) if resume_from else {}
@@ -173,7 +180,7 @@ def _assembled(
     observed.exposed.take_seconds()  # what was sent so far is not the run's
 
     run.about.update(about_run(run, config, plans.model, why_fraction))
-    beside = callbacks_of(run, config)
+    beside = [*callbacks_of(run, config), *([FitRecord(fitting)] if fitting else [])]
     of_users = users_callbacks(run, config, saved)
     # Last, as a run that is refused leaves nothing behind.
     first_rank_does(comm, partial(describe_run, folder, as_given, corpus))

@@ -42,6 +42,14 @@ def open_corpus(config: TrainConfig, comm: Communicator, grad_accum_steps: int) 
     return (_streamed if config.data.streaming else _prepared)(config, comm, grad_accum_steps)
 
 
+def vocab_size_of(config: TrainConfig, comm: Communicator) -> int:
+    """Return the number of ids of the run's tokens, and prepare its data first if needed; collective."""
+    if config.data.streaming:
+        return make_tokenizer(config.data.tokenizer, ()).vocab_size
+    first_rank_does(comm, partial(prepare_data, config.data))
+    return read_meta(data_folder(config.data)).vocab_size
+
+
 def _prepared(config: TrainConfig, comm: Communicator, grad_accum_steps: int) -> Corpus:
     """Open prepared data: text or examples."""
     data = config.data

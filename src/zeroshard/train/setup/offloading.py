@@ -43,7 +43,7 @@ def settled(config: TrainConfig, plans: Plans) -> tuple[TrainConfig, str]:
         asked, why = False, f"no plan predicts a step of {config.optimizer}"
     if predict is None or config.optimizer not in PLANNED or (config.optimizer != "adamw" and config.offload.on_disk):
         return config, why
-    neighbours = _neighbours(comm)
+    neighbours = neighbours_of(comm)
     job = plans.job(config, strategy_entry(config.strategy).stage)
     if asked:
         free_bytes = -largest(comm, -num_free_bytes(device, len(neighbours)))  # the smallest of all ranks
@@ -96,7 +96,7 @@ def require_room(comm: Communicator, num_bytes: int, folder: Path, neighbours: S
             raise UserError("offload.path", what, "free space, or name a folder on another disk")
 
 
-def _neighbours(comm: Communicator) -> list[int]:
+def neighbours_of(comm: Communicator) -> list[int]:
     """The ranks of this machine, or of this container if its name is its own."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -29,7 +29,7 @@ ANOTHER_FOLDER_HELPS = {
 
 _WRITTEN = ("config.toml", "metrics.jsonl", "summary.json")  # files that a run writes over
 _AGAIN = "copy the folder from where the run came from, or train it on by --resume auto, which writes it again"
-_ALSO_OPENED = ("tracker-id", "auto-stage.json", "stacks", "trace", "tensorboard", "offload")
+_ALSO_OPENED = ("tracker-id", "auto-stage.json", "fit.json", "stacks", "trace", "tensorboard", "offload")
 
 
 def tokenizer_folder(run_folder: Path) -> Path:
