@@ -1,7 +1,7 @@
 """Plans `zeroshard train --fit`: the levers of `plan --fit` for the run of these settings, on what is free here.
 
 The run is planned as `zeroshard plan` plans it, at its own micro-batch and at each stage that is open (`fit`). Where
-that is not enough and the user allows it, states and then the frozen base have fewer bits, and all levers are tried
+that is not enough and the user allows it, the frozen base and then states have fewer bits, and all levers are tried
 again. What comes next, if memory runs out all the same, is chosen beforehand: the first lever that needs less.
 """
 
@@ -248,13 +248,13 @@ def _stage_of(flags: Sequence[str]) -> int:
 
 def _bits(job: FitJob) -> Iterator[tuple[str, ...]]:
     """Yield the flags for fewer bits that are allowed, none first."""
-    allowed, states = job.config.fit.split(","), ()
-    yield states
-    if "states" in allowed and ("state_format",) not in job.kept and job.config.optimizer == "adamw":
-        yield from ((each,) for each in FEWER_BITS["states"])
-        states = FEWER_BITS["states"][-1:]
+    allowed, base = job.config.fit.split(","), ()
+    yield base
     if "base" in allowed and ("base", "format") not in job.kept and job.config.lora.rank:
-        yield from ((*states, each) for each in FEWER_BITS["base"])
+        yield from ((each,) for each in FEWER_BITS["base"])
+        base = FEWER_BITS["base"][-1:]
+    if "states" in allowed and ("state_format",) not in job.kept and job.config.optimizer == "adamw":
+        yield from ((*base, each) for each in FEWER_BITS["states"])
 
 
 def _device(job: FitJob) -> Device:
@@ -269,7 +269,7 @@ def _has_rates(job: FitJob) -> bool:
 
 
 def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= 10 * GIB else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _chosen_in_words(job: FitJob, best: Choice, given: Choice, flags: Sequence[str]) -> str:

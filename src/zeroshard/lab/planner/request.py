@@ -183,7 +183,7 @@ class Request(EngineChoices):
     def workload(self, model: str | nn.Module) -> Workload:
         """The training job of ``model``, a preset's name or a module."""
         precision, autocast = self.precision()
-        optimizer, share = known_optimizer(self.optimizer), self.sequence_parallel
+        optimizer, share = known_optimizer(self.optimizer, self.state_format), self.sequence_parallel
         if isinstance(model, str):
             narrow = OPTIMIZER_STATES[optimizer].corrects
             if narrow and (self.autocast or self.dtype != "bfloat16"):

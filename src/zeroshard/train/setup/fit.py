@@ -11,7 +11,6 @@ all ranks again, in processes of their own, and they resume from the last checkp
 from __future__ import annotations
 
 import json
-import shutil
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from zeroshard.train.records.records import Callback
 from zeroshard.train.setup.assemble import attention_boundary_setting
 from zeroshard.train.setup.corpus import vocab_size_of
 from zeroshard.train.setup.numerics import on_device
-from zeroshard.train.setup.offloading import neighbours_of
+from zeroshard.train.setup.offloading import neighbours_of, room_for_files
 
 FILE = "fit.json"
 HEADROOM = 0.1  # of a CPU's free memory, which must stay free: code, fragments, buffers of libraries
@@ -218,10 +217,6 @@ def _job(config: TrainConfig, comm: Communicator, device: torch.device) -> FitJo
         known = device_by_driver_name(torch.cuda.get_device_name(device))
     free = -largest(comm, -free)
     host_bytes = -largest(comm, -(host_memory.available_bytes() or 0))
-    folder = config.offload.model_copy(update={"state": "disk"}).folder(Path(config.out))
-    assert folder is not None
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    disk_bytes = 0 if host_memory.keeps_files_of(there) else shutil.disk_usage(there).free // num_neighbours
     unknown = Device("this machine", free, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), 1.0, "")
     return FitJob(
         config,
@@ -234,7 +229,7 @@ def _job(config: TrainConfig, comm: Communicator, device: torch.device) -> FitJo
         replace(known or unknown, memory_bytes=free, device_type=device.type, host_memory_bytes=host_bytes),
         known is not None,
         host_bytes,
-        -largest(comm, -disk_bytes),
+        -largest(comm, -(room_for_files(config) // num_neighbours)),
     )
 
 

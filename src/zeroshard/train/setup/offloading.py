@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,6 +95,14 @@ def require_room(comm: Communicator, num_bytes: int, folder: Path, neighbours: S
             ranks = "1 rank keeps" if len(neighbours) == 1 else f"{len(neighbours)} ranks keep"
             what = f"{ranks} {total / GIB:,.2f} GiB in files of {folder}, whose disk has {free / GIB:,.2f} GiB free"
             raise UserError("offload.path", what, "free space, or name a folder on another disk")
+
+
+def room_for_files(config: TrainConfig) -> int:
+    """Bytes that are free for files of states where this run would put them; 0 where files are kept in memory."""
+    folder = config.offload.model_copy(update={"state": "disk"}).folder(Path(config.out))
+    assert folder is not None
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    return 0 if host_memory.keeps_files_of(there) else shutil.disk_usage(there).free
 
 
 def neighbours_of(comm: Communicator) -> list[int]:
