@@ -60,6 +60,7 @@ def test_a_stage_that_was_not_given_is_raised_and_auto_takes_the_lowest_that_fit
     free = {"checkpoint_async": False, "world_size": 2}
     assert fit_run(job(needed[3], **free)).flags == ("--strategy zero3",)
     assert fit_run(job(needed[1], **free, strategy="auto")).flags == ("--strategy zero1",)
+    assert fit_run(job(**free, start=("--strategy zero3",))).flags == ("--strategy zero3",)
 
 
 def test_a_step_has_as_many_sequences_where_ranks_come_to_share_them():
