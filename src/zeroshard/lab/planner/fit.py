@@ -102,7 +102,7 @@ def every_lever(planner: Planner, ways: Ways) -> list[Lever]:
 
     Where weights and states alone do not fit, no lever of activations is enough, and states leave first.
     """
-    away = list(off_the_device(planner) if ways.local_steps is None else ())
+    away = list(off_the_device(planner, files=ways.files) if ways.local_steps is None else ())
     found = [*levers(planner), *away] if ways.state_fits(planner) else [*away, *levers(planner)]
     return [lever for lever in found if path_of(lever.flag) not in ways.kept]
 

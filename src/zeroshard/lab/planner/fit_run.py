@@ -155,9 +155,8 @@ class _Job:
         planner, ways = asked(**given, **ways_of(config))
         planner = planner.on(device=replace(planner.device, memory_bytes=self._free_bytes(planner)))
         kept = self.kept | {path_of(each) for each in bits}
-        kept |= {("offload", "state")} if not self._has_room_on_disk(planner) else frozenset()
         stages = tuple(stage for stage in self.stages if stage >= least_stage)
-        return planner, replace(ways, stages=stages, kept=kept)
+        return planner, replace(ways, stages=stages, kept=kept, files=self._has_room_on_disk(planner))
 
     def _free_bytes(self, planner: Planner) -> int:
         """Bytes for what is planned: without an average of the weights, which no plan has."""

@@ -68,12 +68,15 @@ def levers(planner: Planner) -> Iterator[Lever]:
         yield Lever(what, f"--sequence-parallel {size}", "a GPU's tokens", pull)
 
 
-def off_the_device(planner: Planner) -> Iterator[Lever]:
-    """Yield the lever of training state, if the job has not pulled it and updates hide beside the next forward."""
+def off_the_device(planner: Planner, *, files: bool = False) -> Iterator[Lever]:
+    """Yield the levers of training state, if the job has pulled none and updates hide beside the next forward.
+
+    ``files``: whether those of a CPU, which has no other memory, may go to files of this machine.
+    """
     hides = planner.workload.states[0].by_unit and not planner.asked.reproducible
     if planner.asked.offload is None and hides and planner.device.device_type == "cuda":
         yield Lever("state in host memory", "--offload optimizer", "states", lambda job: job.on(offload=Offload()))
-    if planner.asked.offload is None and hides and planner.device.device_type == "cpu":  # it has no other memory
+    if files and planner.asked.offload is None and hides and planner.device.device_type == "cpu":
         for state, what in (("disk", "states in files"), ("disk-all", "states and gradients in files")):
             yield Lever(what, f"--offload {state}", "states", partial(_in_files, state=state))
 

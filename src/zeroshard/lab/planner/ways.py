@@ -21,6 +21,7 @@ class Ways:
         micro_batch: rows of a rank in one forward; None: powers of two, as many as fit.
         shard_size: number of ranks that shard together; None: all ranks, and with several nodes also fewer.
         local_steps: how replicas of ``shard_size`` ranks synchronise; None: they reduce gradients at each step.
+        files: whether state of a CPU may go to files, of which only a run here knows the room.
         kept: settings that stay as given, so that no lever may change them.
     """
 
@@ -29,6 +30,7 @@ class Ways:
     shard_size: int | None = None
     local_steps: LocalSteps | None = None
     kept: frozenset[tuple[str, ...]] = frozenset()
+    files: bool = False
 
     def rows(self, planner: Planner, *, only_fitting: bool = False) -> Iterator[Row]:
         """Plan them: sharding over all ranks first, stage by stage, until a micro-batch does not fit.
