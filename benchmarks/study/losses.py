@@ -4,12 +4,13 @@
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/states
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/base --base FOLDER --only 'tuned*'
     python benchmarks/study/losses.py products --text tinyshakespeare.txt --out runs/products --steps 200
+    python benchmarks/study/losses.py bases    --text tinyshakespeare.txt --out runs/bases --steps 500 --width 128
     python benchmarks/study/losses.py states   --text tinyshakespeare.txt --out runs/gpu --rows 16 --jobs 10
 
 *products*: the blocks' products in 8 bits. *remedies*: what makes runs faster on slow links.
 *states*: optimizer states of fewer bytes, in training and in
 fine-tuning: of a model that was trained before on the interpreter's standard library, or of one in Hugging Face's
-format in a folder, SmolLM2-135M say.
+format in a folder, SmolLM2-135M say. *bases*: adapters over such a model, kept in fewer bits.
 
 10.8 M parameters, 2,000 steps of 4 sequences of 64 tokens, three seeds: some four to ten minutes a run on 2 cores, and
 one on a GPU, where a run waits for Python and several run beside each other (``--jobs``). Runs
@@ -39,7 +40,7 @@ from zeroshard.host.columns import columns
 from zeroshard.lab.report import png
 from zeroshard.lab.report.figure import CYCLE, MARKERS, Axis, Figure, Series
 
-MODEL = ["--model.n-layer", "6", "--model.n-head", "6", "--model.n-embd", "384"]
+MODEL = ["--model.n-layer", "6"]
 _one_at_a_time = threading.Lock()
 TOGETHER = 0.2  # of the steps, those before the first local one, where replicas begin together
 
@@ -51,7 +52,8 @@ class Choice:
     Attributes:
         num_ranks, flags: of its run.
         together: its first steps are those of the first row.
-        tuned: it begins with the weights of a model that was trained on another text, and makes a quarter of the steps.
+        tuned: it begins with the weights of a model that was trained on another text, and makes this share of steps;
+            0: it begins with drawn weights and makes all.
 
     One rank on a CPU trains under `wide_products`, which changes nothing in fp32.
     """
@@ -59,7 +61,7 @@ class Choice:
     num_ranks: int
     flags: tuple[str, ...]
     together: bool = False
-    tuned: bool = False
+    tuned: float = 0.0
 
 
 def _wire(weights: str, grads: str) -> Choice:
@@ -92,8 +94,8 @@ REMEDIES = {
 }
 
 
-def _tuned(*flags: str, lr: str = "1e-4") -> Choice:
-    return Choice(1, (*flags, "--lr", lr), tuned=True)
+def _tuned(*flags: str, lr: str = "1e-4", share: float = 0.25) -> Choice:
+    return Choice(1, (*flags, "--lr", lr), tuned=share)
 
 
 _LOW_BIT = ("adamw", "adamw8bit", "flash-adamw")
@@ -106,7 +108,13 @@ PRODUCTS = {
     "bfloat16": Choice(1, ("--dtype", "bfloat16")),
     "fp8": Choice(1, ("--dtype", "bfloat16", "--matmul", "fp8")),
 }
-STUDIES = {"remedies": REMEDIES, "states": STATES, "products": PRODUCTS}
+_BASES = {"none": (), "int8": ("int8",), "nf4": ("nf4",), "nf4-double": ("nf4", "--base.double"), "int4": ("int4",)}
+BASES = {
+    f"{dtype}-{name}": _tuned("--dtype", dtype, "--lora", "8", *(("--base", *base) if base else ()), lr="1e-3", share=1)
+    for dtype in ("float32", "bfloat16")
+    for name, base in _BASES.items()
+}
+STUDIES = {"remedies": REMEDIES, "states": STATES, "products": PRODUCTS, "bases": BASES}
 
 
 def first_of(choices: dict[str, Choice], name: str) -> str:
@@ -130,7 +138,7 @@ def trained(
     elif choice.tuned:
         on_text += ["--init-from", str(pretrained(folder, steps, rows))]
     if choice.tuned:
-        parts = [(choice, steps // 4)]
+        parts = [(choice, round(choice.tuned * steps))]
     if not (choice.tuned and base):
         on_text += MODEL
     for each, last in parts:
@@ -159,7 +167,7 @@ def _train(data: list[str], out: Path, choice: Choice, seed: int, last: int, ste
     words += ["--micro-batch-size", str(rows // choice.num_ranks), "--eval-interval", str(steps // 5)]
     words += ["--eval-rows", "128", "--checkpoint-interval", str(max(steps // 8, 1)), "--keep-checkpoints", "1"]
     words += ["--resume", "auto", "--comm", "shm", *choice.flags]
-    as_ever = choice.num_ranks > 1 or torch.cuda.is_available()
+    as_ever = choice.num_ranks > 1 or torch.cuda.is_available() or "float32" in choice.flags
     program = ["-m", "zeroshard"] if as_ever else [str(Path(__file__).with_name("wide_products.py"))]
     done = subprocess.run([sys.executable, *program, "train", *words], capture_output=True, text=True)
     if done.returncode:
@@ -200,6 +208,7 @@ def figure(study: str, found: list[dict[str, Any]]) -> Figure:
         colour, marker = CYCLE[index % len(CYCLE)], MARKERS[index % len(MARKERS)]
         series.append(Series(name, "line", colour, tuple(map(float, steps)), means, marker=marker))
     titles = {"remedies": "under remedies of slow links", "states": "with optimizer states of fewer bytes"}
+    titles["bases"] = "of adapters over a base in fewer bits"
     title = f"Validation loss {titles[study]}, 10.8 M parameters"
     return Figure(f"{study}-losses", title, Axis("step"), Axis("validation loss"), tuple(series), height=1.8)
 
@@ -214,11 +223,13 @@ def main() -> None:
     parser.add_argument("--base", default="", metavar="FOLDER", help="fine-tune this model of transformers")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=384, help="of the model, a multiple of 64")
     parser.add_argument("--rows", type=int, default=4, help="sequences of 64 bytes of a step, all ranks together")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--figure", type=Path, help="draw curves of validation losses here, a PNG")
     arguments = parser.parse_args()
     choices = STUDIES[arguments.study]
+    MODEL.extend(["--model.n-head", str(arguments.width // 64), "--model.n-embd", str(arguments.width)])
     asked = arguments.only or ["*"]
     if unknown := [name for name in asked if not fnmatch.filter(choices, name)]:
         parser.error(f"--only: {unknown[0]!r} is no row; rows: {', '.join(choices)}")
@@ -228,7 +239,7 @@ def main() -> None:
     found = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         if arguments.jobs > 1:  # what others wait for comes first, what waits last
-            wanted.sort(key=lambda each: choices[each[0]].tuned)
+            wanted.sort(key=lambda each: choices[each[0]].tuned > 0)
             if any(choices[name].tuned for name in names) and not arguments.base:
                 pool.submit(pretrained, arguments.out, *how[:2])
         runs = [pool.submit(trained, choices, arguments.text, arguments.out, *each, *how) for each in wanted]

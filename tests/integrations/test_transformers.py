@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zeroshard import checkpoint
+from zeroshard.checkpoint.read_as import WeightsOnly
 from zeroshard.cli import main
 from zeroshard.comm import run_threads
 from zeroshard.data.joining import prompt_ids
@@ -16,7 +17,6 @@ from zeroshard.data.tokenizer import load_tokenizer, make_tokenizer
 from zeroshard.models import GPT2, GPT2Config, Llama, LlamaConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
-from zeroshard.train.inference.generate import WeightsOnly
 from zeroshard.train.setup.assemble import make_model, model_table
 from zeroshard.train.setup.run_folder import tokenizer_folder
 from zeroshard.zero import Zero

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.host.errors import UserError
 from zeroshard.models.adapters import adapted_name, adapters_of, base_name
-from zeroshard.optim.named_shards import MODEL_KINDS, NamedShard, ShardReader
+from zeroshard.optim.named_shards import MODEL_KINDS, NamedShard, ShardReader, read_whole
 from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.zero.ema.average import EMA
 
@@ -51,6 +52,35 @@ class WeightsAlone:
     def load_named_shards(self, reader: ShardReader) -> None:
         """Load the tensors of the chosen kinds into the strategy."""
         self._strategy.load_named_shards(_OfKinds(self._seen_as(FullWeights(reader)), self._kinds))
+
+
+class WeightsOnly:
+    """Loads only a model's weights from a checkpoint, without optimizer state: a target of `checkpoint.load`.
+
+    ``kind`` chooses the weights: ``"param"``, or ``"ema"`` for their moving average; ``seen_as`` wraps the reader.
+    """
+
+    comm: Communicator = LocalCommunicator()
+
+    def __init__(
+        self, model: nn.Module, kind: str, seen_as: Callable[[ShardReader], ShardReader] = lambda reader: reader
+    ) -> None:
+        self._model = model
+        self._kind, self._seen_as = kind, seen_as
+
+    def named_shards(self) -> Iterable[NamedShard]:
+        """Nothing: this object is only loaded into, never saved."""
+        return ()
+
+    @torch.no_grad()
+    def load_named_shards(self, reader: ShardReader) -> None:
+        """Copy weights, with further bits that are in states, and buffers from the checkpoint into the model."""
+        reader = self._seen_as(FullWeights(reader))
+        for kind, tensors in ((self._kind, self._model.named_parameters()), ("buffer", self._model.named_buffers())):
+            for name, tensor in tensors:
+                if kind == "buffer" and kind not in reader.kinds(name):  # a buffer that is not saved (persistent=False)
+                    continue
+                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))
 
 
 class _OfKinds:

@@ -33,20 +33,22 @@ from zeroshard.host.columns import printable
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.host.regular_files import link_in
 from zeroshard.integrations import hf_folder_export
+from zeroshard.integrations.rounded_base import losses_said
 from zeroshard.models import model_config
 from zeroshard.models.adapters import Lora, base_name
 from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.hugging_face.gpt2_llama_conversion import HFWeight, OurConfig, hf_config, hf_weights, published
 from zeroshard.models.hugging_face.model import HuggingFaceModel
-from zeroshard.optim.named_shards import ShardReader
+from zeroshard.optim.named_shards import FROZEN, ShardReader
 from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.settings.sizes import parse_size
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import ExportConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
-from zeroshard.train.setup.assemble import lora_of, model_overrides
+from zeroshard.train.setup.assemble import lora_of, make_model, model_overrides
 from zeroshard.train.setup.hugging_face import kept_folder
+from zeroshard.train.setup.init_from import SeenAs, whole
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import newest_checkpoint
@@ -68,6 +70,8 @@ class _Source:
     kind: str  # kind of the saved weights: "param", or `EMA` for their moving average
     lora: Lora | None = None
     transposed: frozenset[str] = frozenset()
+    seen_whole: SeenAs = lambda reader: reader
+    rounded: TrainConfig | None = None  # the settings of a run that saw its base in fewer bits
 
 
 def run_export(config: ExportConfig) -> int:
@@ -80,11 +84,12 @@ def run_export(config: ExportConfig) -> int:
     source = _open(config)
     out, dtype = Path(config.out), _DTYPES[config.dtype]
     with checkpoint.CheckpointReader(source.folder, source.manifest) as saved, drafted(out) as draft:
-        reader = FullWeights(saved)
+        reader = source.seen_whole(FullWeights(saved))
         if isinstance(source.model, HuggingFaceModel) and source.lora and not config.merged:
             num_bytes = hf_folder_export.write_adapters(draft, source.model, reader, source.kind, dtype)
             hf_folder_export.copy_text_files(source.run, draft, source.tokenizer)
-            what = f"adapters of {hf_folder_export.base_of(source.model)}, {config.dtype}, {num_bytes:,} bytes"
+            seen = "" if source.rounded is None else f" (trained over it in {source.rounded.base.format})"
+            what = f"adapters of {hf_folder_export.base_of(source.model)}{seen}, {config.dtype}, {num_bytes:,} bytes"
             described = f"step {source.manifest.step} of {config.source} in {config.out}: {what}"
             print(printable(f"{described}; --merged writes the whole model"))
             return int(ExitStatus.OK)
@@ -108,6 +113,9 @@ def run_export(config: ExportConfig) -> int:
     if source.tokenizer:
         text = f"tokenizer {source.tokenizer.name}"
     print(printable(f"step {source.manifest.step} of {config.source} in {out}: {what}, {text}"))
+    if source.rounded is not None:
+        num_params = num_bytes // dtype.itemsize
+        print(printable(losses_said(source.run, source.folder, out, source.rounded, num_params)))
     return int(ExitStatus.OK)
 
 
@@ -166,6 +174,7 @@ def _open(config: ExportConfig) -> _Source:
     require_trust(trained.model, path, trusted=config.model.trust_remote_code)
     kind = EMA if config.weights == "ema" else "param"
     shapes = {base_name(tensor.name): tensor.shape for tensor in manifest.tensors if tensor.kind == kind}
+    coded = {base_name(tensor.name) for tensor in manifest.tensors if tensor.kind == FROZEN}
     if not shapes:
         raise UserError("weights", f"{path} holds no moving average", "train with --ema-decay, or use --weights last")
     lora = lora_of(trained.lora)
@@ -175,7 +184,9 @@ def _open(config: ExportConfig) -> _Source:
     if is_hugging_face(trained.model.name):
         folder, manifest = verified_manifest(path)
         built = hf_folder_export.model_of(trained)
-        return _Source(folder, manifest, built, run, tokenizer, kind, lora, transposed_weights(built))
+        seen_whole = whole(trained, built, rounded=False)
+        facts = lora, transposed_weights(built), seen_whole, trained if trained.base.on else None
+        return _Source(folder, manifest, built, run, tokenizer, kind, *facts)
     if lora is not None and not config.merged:
         what = f"the model under the adapters of {path} is a checkpoint's, which peft does not open"
         raise UserError("merged", what, "add --merged, which writes the whole model")
@@ -183,11 +194,15 @@ def _open(config: ExportConfig) -> _Source:
     overrides = model_overrides(trained.model)
     model = published(model_config(trained.model.name, vocab_size=vocab_size, overrides=overrides))
     for weight in hf_weights(model):
-        if weight.name and shapes.get(weight.name) != weight.shape:
+        if weight.name and weight.name not in coded and shapes.get(weight.name) != weight.shape:
             what = f"{path} has {weight.name} as {shapes.get(weight.name)}, its configuration as {weight.shape}"
             raise UserError("source", what, "export a checkpoint of `zeroshard train`")
     folder, manifest = verified_manifest(path)
-    return _Source(folder, manifest, model, run, tokenizer, kind, lora)
+    if not coded:
+        return _Source(folder, manifest, model, run, tokenizer, kind, lora)
+    built = make_model(trained, vocab_size or 1, "meta")
+    facts = lora, frozenset[str](), whole(trained, built, rounded=False), trained
+    return _Source(folder, manifest, model, run, tokenizer, kind, *facts)
 
 
 def _streamed(reader: ShardReader, weight: HFWeight, kind: str, dtype: torch.dtype) -> StreamedTensor:

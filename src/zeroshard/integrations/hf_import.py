@@ -18,7 +18,7 @@ from zeroshard.data.meta import read_meta, write_meta
 from zeroshard.data.tokenizer import TOKENIZER_FILE, keep_tokenizer, read_tokenizer
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.integrations.nanogpt_weights import ImportedWeights, import_nanogpt, is_nanogpt, write_run
-from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json
+from zeroshard.models.hugging_face.folder import ADAPTER_CONFIG, only_adapters, read_json, require_unquantised
 from zeroshard.models.hugging_face.gpt2_llama_conversion import embedding_of, from_hf_config
 from zeroshard.models.hugging_face.weights import find_tensors, mapped
 from zeroshard.train.config.command_settings import ImportConfig
@@ -42,7 +42,9 @@ def run_import(config: ImportConfig) -> int:
         return int(ExitStatus.OK)
     if (source / ADAPTER_CONFIG).is_file():
         raise only_adapters("source", str(source), source / ADAPTER_CONFIG)
-    model = from_hf_config(read_json(source / "config.json", "source"))
+    raw = read_json(source / "config.json", "source")
+    require_unquantised("source", source, raw)
+    model = from_hf_config(raw)
     tokenizer = read_tokenizer(source / TOKENIZER_FILE) if (source / TOKENIZER_FILE).is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         what = f"has {tokenizer.vocab_size} tokens, the model {model.vocab_size}"

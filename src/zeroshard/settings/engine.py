@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from zeroshard.settings import rules
-from zeroshard.settings.base import TILES, Config, Free, Tiles
+from zeroshard.settings.base import TILES, Config, Fixed, Free, Tiles
 from zeroshard.settings.frozen_base import BaseConfig
 from zeroshard.settings.local_steps import LocalStepsConfig
 from zeroshard.settings.offload import OffloadConfig
@@ -34,7 +34,7 @@ class EngineConfig(Config):
     local_steps: LocalStepsConfig = LocalStepsConfig()
     wire: WireConfig = WireConfig()
     offload: OffloadConfig = OffloadConfig()
-    base: BaseConfig = BaseConfig()
+    base: Fixed[BaseConfig] = BaseConfig()
 
     shard_size: Free[int] = Field(
         0,

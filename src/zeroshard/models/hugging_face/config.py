@@ -173,8 +173,6 @@ def _require_causal(source: str, raw: Mapping[str, Any], causal: Mapping[str, An
     said = raw.get("architectures")
     if isinstance(said, list) and said and not classes.intersection(map(str, said)):
         raise UserError("model", f"{source} is a {said[0]}, without a causal language model head", _WHOLE_MODEL)
-    if raw.get("quantization_config"):
-        raise UserError("model", f"the weights of {source} are quantised", "take the model before quantisation")
 
 
 def _require_no_kernels(source: str, raw: Mapping[str, Any], trusted: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,26 @@ def config_text(source: str) -> str:
 
     Raises:
         UserError: there is no such folder or model, it contains adapters instead of a model, it has no such file, or
-            the file is damaged.
+            the file is damaged, or says that weights are quantised.
     """
     path = _found(source, CONFIG)
     if path is None or path.with_name(ADAPTER_CONFIG).is_file():
         _refuse_adapters(source)
     if path is None:
         raise UserError("model", f"{source} has no {CONFIG}", "give the folder of a Hugging Face model")
-    return json.dumps(read_json(path), separators=(",", ":"))
+    raw = read_json(path)
+    require_unquantised("model", source, raw)
+    return json.dumps(raw, separators=(",", ":"))
+
+
+def require_unquantised(field: str, source: object, raw: Mapping[str, Any]) -> None:
+    """Raise UserError if ``raw``, a config.json, says that weights are codes: of bitsandbytes, GPTQ, AWQ, ..."""
+    how = raw.get("quantization_config")
+    if how:
+        method = how.get("quant_method") if isinstance(how, Mapping) else ""
+        what = f"the weights of {source} are quantised already ({method or 'quantization_config'})"
+        todo = "take the model before quantisation; --lora 16 --base nf4 keeps it in four bits under adapters"
+        raise UserError(field, what, todo)
 
 
 def _refuse_adapters(source: str) -> None:

@@ -33,6 +33,7 @@ from zeroshard.host.errors import ExitStatus, UserError, warn
 from zeroshard.host.launch.environment import World, world_from_env
 from zeroshard.models import LanguageModel, SequenceParallel
 from zeroshard.models.hugging_face.folder import is_hugging_face, source_of, tokenizer_file
+from zeroshard.parallel import strategy_entry
 from zeroshard.settings import rules
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.command_settings import EvalConfig
@@ -45,6 +46,7 @@ from zeroshard.train.loop.validation_loss import evaluate
 from zeroshard.train.records.log_files import finite_or_null
 from zeroshard.train.setup.assemble import separating_id, sharded
 from zeroshard.train.setup.hugging_face import with_kept_tokenizer
+from zeroshard.train.setup.init_from import whole
 from zeroshard.train.setup.numerics import choose_device
 from zeroshard.train.setup.prepare_data import data_folder, prepare_data
 from zeroshard.train.setup.ranks import join
@@ -166,7 +168,9 @@ def _model(
     # sequences are shared here, as those of models of each strategy are
     changes |= {"dtype": config.dtype, "sequence_parallel": 1, "reproducible": 0, "matmul": "dtype"}
     model, strategy = sharded(trained.model_copy(update=changes), vocab_size, eos_id, comm, device, draw=False)
-    checkpoint.load(path, WeightsAlone(strategy), settings=False)
+    encodes = strategy_entry(config.strategy).planned  # with the run's format; other strategies are given its values
+    seen_whole = whole(trained, model, rounded=not encodes)
+    checkpoint.load(path, WeightsAlone(strategy, seen_as=seen_whole), settings=False)
     return model, step, trained.seq_len
 
 

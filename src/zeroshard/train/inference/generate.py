@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard import checkpoint
-from zeroshard.comm import Communicator, LocalCommunicator
+from zeroshard.checkpoint.read_as import WeightsOnly
 from zeroshard.data import Tokenizer, read_meta
 from zeroshard.data.chat_templates import find_template, has_template
 from zeroshard.data.examples.encode import ExampleEncoder
@@ -39,14 +39,13 @@ from zeroshard.models.hugging_face.folder import (
     source_of,
     text_files,
 )
-from zeroshard.optim.named_shards import NamedShard, ShardReader, read_whole
-from zeroshard.optim.state_conversion import FullWeights
 from zeroshard.train.config.command_settings import GenerateConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.named_code import require_trust
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup.assemble import DTYPES, make_model, separating_id
 from zeroshard.train.setup.hugging_face import kept_folder, load_model_tokenizer
+from zeroshard.train.setup.init_from import whole
 from zeroshard.train.setup.numerics import choose_device
 from zeroshard.train.setup.run_folder import kept_tokenizer, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
@@ -206,7 +205,7 @@ def load_weights(
     if all(tensor.kind != kind for tensor in checkpoint.open_manifest(path)[1].tensors):
         todo = "train with --ema-decay, or use --weights last"
         raise UserError("weights", f"{path} holds no moving average", todo)
-    checkpoint.load(path, WeightsOnly(model, kind))
+    checkpoint.load(path, WeightsOnly(model, kind, whole(trained, model, rounded=True)))
     return in_dtype(model, dtype).eval()
 
 
@@ -364,30 +363,3 @@ def until(pieces: Iterable[str], end: str) -> Iterator[str]:
         yield held[: len(held) - num_held]
         held = held[len(held) - num_held :]
     yield held
-
-
-class WeightsOnly:
-    """Loads only a model's weights from a checkpoint, without optimizer state: a target of `checkpoint.load`.
-
-    ``kind`` chooses the weights: ``"param"``, or ``"ema"`` for their moving average.
-    """
-
-    comm: Communicator = LocalCommunicator()
-
-    def __init__(self, model: nn.Module, kind: str) -> None:
-        self._model = model
-        self._kind = kind
-
-    def named_shards(self) -> Iterable[NamedShard]:
-        """Nothing: this object is only loaded into, never saved."""
-        return ()
-
-    @torch.no_grad()
-    def load_named_shards(self, reader: ShardReader) -> None:
-        """Copy weights, with further bits that are in states, and buffers from the checkpoint into the model."""
-        reader = FullWeights(reader)
-        for kind, tensors in ((self._kind, self._model.named_parameters()), ("buffer", self._model.named_buffers())):
-            for name, tensor in tensors:
-                if kind == "buffer" and kind not in reader.kinds(name):  # a buffer that is not saved (persistent=False)
-                    continue
-                tensor.copy_(read_whole(reader, name, kind, tuple(tensor.shape)))

@@ -137,8 +137,9 @@ def _assembled(
     schedule = schedule_of(config, comm.world_size)
     corpus = open_corpus(config, comm, schedule.grad_accum_steps)
     eos_id = assemble.separating_id(config, corpus.eos_id)
-    draws = resume_from is None and not config.init_from
-    _warn(config, comm, draws=draws)
+    begins = resume_from is None or config.base.on  # checkpoints lack such a base: it comes from where the run began
+    draws = begins and not config.init_from
+    _warn(config, comm, draws=draws and resume_from is None)
 
     plans = Plans(assemble.shapes(config, corpus.vocab_size, eos_id), comm, device, predict)
     config, stage = with_stage(config, plans)
@@ -146,7 +147,7 @@ def _assembled(
 
     observed = ObservedCommunicator(comm)
     model, strategy = assemble.sharded(config, corpus.vocab_size, eos_id, observed, device, draw=draws)
-    if config.init_from and resume_from is None:
+    if config.init_from and begins:
         load_initial_weights(config.init_from, model, strategy, comm)
     if resume_from is None:
         check_examples_apart(config, model, strategy.model, corpus.vocab_size, device)

@@ -8,15 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zeroshard import checkpoint
 from zeroshard.checkpoint.hf_weight_reader import reader_of
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.checkpoint.read_as import MergedWeights, NewAdapters, WeightsAlone, transposed_weights
+from zeroshard.checkpoint.with_base import OfCheckpoint, WithBase, initial_weights
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement
 from zeroshard.data.meta import DataMeta
@@ -28,7 +31,7 @@ from zeroshard.models.hugging_face.gpt2_llama_conversion import from_hf_config
 from zeroshard.models.lora import initial_adapters
 from zeroshard.optim.named_shards import ShardReader
 from zeroshard.parallel import Strategy
-from zeroshard.settings.tables import LoraConfig
+from zeroshard.settings.optimizer import WEIGHTS_IN_BF16
 from zeroshard.settings.validate import validate
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import DataConfig
@@ -41,6 +44,8 @@ from zeroshard.train.setup.hugging_face import with_tokenizer_of
 from zeroshard.train.setup.run_folder import kept_meta, tokenizer_folder
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import saved_run
+
+SeenAs = Callable[[ShardReader], ShardReader]
 
 
 def with_initial_run(config: TrainConfig) -> TrainConfig:
@@ -128,7 +133,7 @@ def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strateg
     if is_hugging_face(init_from) or (source / "config.json").is_file():
         source = weight_folder(source_of(init_from))
         with agreement(comm, phase="loading"):
-            reader = _as_initial(LoraConfig(), model, reader_of(source, model))
+            reader = _as_initial(model, reader_of(source, model))
             WeightsAlone(strategy, ("param", "buffer")).load_named_shards(reader)
     else:
         run, is_run = source, not (source / MANIFEST).is_file()
@@ -147,9 +152,8 @@ def load_initial_weights(init_from: str, model: LanguageModel, strategy: Strateg
 
 def _load_checkpoint(path: Path, model: LanguageModel, strategy: Strategy, *, verified: bool) -> None:
     try:
-        lora = _saved_config(path).get("lora") or {}
-        seen_as = partial(_as_initial, validate(LoraConfig, lora), model)
-        target = WeightsAlone(strategy, ("param", "buffer"), seen_as)
+        seen_merged = merged(_saved_config(path), model)
+        target = WeightsAlone(strategy, ("param", "buffer"), lambda reader: _as_initial(model, seen_merged(reader)))
         checkpoint.load(path, target, verified=verified, settings=False)
     except UserError:
         raise
@@ -165,15 +169,48 @@ def _saved_config(path: Path) -> Mapping[str, Any]:
         raise UserError("init_from", error.what, error.todo) from None
 
 
-def _as_initial(lora: LoraConfig, model: LanguageModel, reader: ShardReader) -> ShardReader:
-    """Wrap ``reader`` so that a checkpoint (adapters as in ``lora``) reads as initial weights of ``model``.
-
-    Saved adapters are merged into the weights; adapters of ``model``, if it has any, get initial values.
-    """
-    saved = lora_of(lora)
-    if saved is not None:
-        reader = MergedWeights(reader, saved.scale, transposed_weights(model))
+def _as_initial(model: LanguageModel, reader: ShardReader) -> ShardReader:
+    """Wrap a ``reader`` of weights so that they read as initial ones: adapters of ``model``, if any, begin anew."""
     return reader if model.lora is None else NewAdapters(reader, initial_adapters(model))
+
+
+def whole(config: TrainConfig, model: LanguageModel, *, rounded: bool) -> SeenAs:
+    """Return what shows a checkpoint of the run ``config`` with its base, if it has none; see `WithBase`.
+
+    ``model``: that of the run, on any device; only names, shapes and initial values are used.
+    """
+    frozen = config.frozen_format
+    if frozen is None:
+        return lambda reader: reader
+    narrow = config.optimizer in WEIGHTS_IN_BF16 and config.dtype == "bfloat16"
+    dtype = torch.bfloat16 if narrow else torch.float32
+    base = _base_of(config.init_from, model)
+    return partial(WithBase, base=base, form=frozen.form, dtype=dtype, rounded=rounded)
+
+
+def merged(settings: Mapping[str, Any], model: LanguageModel) -> SeenAs:
+    """Return what shows a checkpoint of a run with these settings with its adapters, if any, merged into its base."""
+    if not settings:
+        return lambda reader: reader
+    config = validate(TrainConfig, settings)
+    seen_whole, lora = whole(config, model, rounded=False), lora_of(config.lora)
+    if lora is None:
+        return seen_whole
+    return lambda reader: MergedWeights(seen_whole(reader), lora.scale, transposed_weights(model))
+
+
+def _base_of(init_from: str, model: LanguageModel) -> ShardReader:
+    """The weights with which a run began, by their names without adapters."""
+    source = Path(init_from)
+    if not init_from:
+        return initial_weights(model)
+    if is_hugging_face(init_from) or (source / "config.json").is_file():
+        return reader_of(weight_folder(source_of(init_from)), model)
+    newest = source if (source / MANIFEST).is_file() else checkpoint.latest(checkpoint_folder(source))
+    if newest is None:
+        what = f"{source} is where the base of the run came from, and holds no checkpoint now"
+        raise UserError("init_from", what, "restore it")
+    return OfCheckpoint(newest, merged(saved_run(newest).get("config") or {}, model))
 
 
 def _is_of(meta: DataMeta, tokenizer: str) -> bool:

@@ -22,6 +22,7 @@ from zeroshard.models.hugging_face.folder import is_hugging_face
 from zeroshard.models.presets import model_config
 from zeroshard.optim import learning_rate
 from zeroshard.settings.base import OnResume
+from zeroshard.settings.frozen_base import BaseConfig
 from zeroshard.settings.optimizer import same_rule
 from zeroshard.settings.validate import by_dotted_name, validate
 from zeroshard.train.config.config import TrainConfig
@@ -33,6 +34,8 @@ from zeroshard.train.records.trackers import forget_run
 from zeroshard.train.setup.assemble import model_overrides
 from zeroshard.train.state.folders import checkpoint_folder
 from zeroshard.train.state.saved_run import saved_run
+
+_NO_BASE = BaseConfig().model_dump(mode="json")  # what runs had before there was such a section
 
 
 def choose(comm: Communicator, resume: str, folder: Path) -> Path | None:
@@ -115,7 +118,7 @@ def check_changes(
     Raises:
         UserError: the model, the optimizer, the adapters or the data have changed.
     """
-    before, now = by_dotted_name(saved.get("config", {})), by_dotted_name(config)
+    before, now = by_dotted_name({"base": _NO_BASE, **saved.get("config", {})}), by_dotted_name(config)
     if "model" in saved.get("config", {}):
         check_model(saved["config"]["model"], config["model"])
     old_data = saved.get("data_sha256")

@@ -92,10 +92,15 @@ class Codes:
 
     def digests(self, codes: Tensor) -> list[int]:
         """A hash of each parameter's codes, the same on any number of ranks; 0 on the meta device."""
-        if codes.is_meta:
-            return [0] * len(self._places)
-        sums = [bit_sums(codes[start:stop]).cpu().numpy().tobytes() for start, stop in self._places]
-        return [int.from_bytes(hashlib.blake2b(each, digest_size=7).digest(), "little") for each in sums]
+        return [digest_of(codes[start:stop]) for start, stop in self._places]
+
+
+def digest_of(codes: Tensor) -> int:
+    """A hash of one parameter's codes; 0 on the meta device."""
+    if codes.is_meta:
+        return 0
+    sums = bit_sums(codes).cpu().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(sums, digest_size=7).digest(), "little")
 
 
 class CodeTransport:
