@@ -69,7 +69,7 @@ class WeightsOnly:
         self._kind, self._seen_as = kind, seen_as
 
     def named_shards(self) -> Iterable[NamedShard]:
-        """Nothing: this object is only loaded into, never saved."""
+        """Return nothing: this object is only loaded."""
         return ()
 
     @torch.no_grad()
