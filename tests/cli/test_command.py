@@ -46,7 +46,7 @@ def trained(monkeypatch):
     """What `main` hands to the training loop, which is left out."""
     configs: list[TrainConfig] = []
 
-    def run_training(config: TrainConfig, predict: object) -> int:
+    def run_training(config: TrainConfig, *planners: object) -> int:
         configs.append(config)
         return 0
 
@@ -270,7 +270,7 @@ def test_more_ranks_than_the_machine_can_hold_are_refused_before_any_starts(refu
 
 
 def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
-    def interrupted(config: TrainConfig, predict: object) -> int:
+    def interrupted(*args: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(start, "run_training", interrupted)
@@ -278,7 +278,7 @@ def test_ctrl_c_sigterm_and_sigusr1_have_statuses_of_their_own(monkeypatch):
 
     for number, status in ((signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGUSR1, 138)):
 
-        def stopped(config: TrainConfig, predict: object, number: int = number) -> int:
+        def stopped(*args: object, number: int = number) -> int:
             os.kill(os.getpid(), number)
             time.sleep(60)
             raise AssertionError("nobody heard the signal")

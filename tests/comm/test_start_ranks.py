@@ -164,7 +164,7 @@ def test_two_processes_meet_by_the_environment_and_part_cleanly():
         "from zeroshard.host.launch.environment import world_from_env\n"
         "from zeroshard.host.launch.process_group import init_process_group, shutdown\n"
         "world = world_from_env()\n"
-        "init_process_group(world, torch.device('cpu'), timeout_s=30)\n"
+        "init_process_group(world, torch.device('cpu'))\n"
         "total = torch.tensor([world.rank + 1.0]); dist.all_reduce(total); print(total.item())\n"
         "shutdown()\n"
     )

@@ -20,14 +20,14 @@ from zeroshard import cli
 from zeroshard.host import process
 
 process.prepare_torch()
-from zeroshard.zero.buffers import unit
+from zeroshard.zero.core.passes import Passes
 
 fault, culprit, *argv = sys.argv[1:]
-reduce, calls = unit.Unit.reduce, []
+begin, calls = Passes._begin_reduction, []
 
-def reduce_with_fault(self):
-    if self.name == "blocks.1" and os.environ["RANK"] == culprit:
-        calls.append(self)
+def begin_with_fault(self, unit, groups):
+    if unit.name == "blocks.1" and os.environ["RANK"] == culprit:
+        calls.append(unit)
         if len(calls) == 4:
             print("now", flush=True)
             if fault == "hangs":
@@ -35,9 +35,9 @@ def reduce_with_fault(self):
             if fault == "dies":
                 os._exit(9)
             return
-    reduce(self)
+    begin(self, unit, groups)
 
-unit.Unit.reduce = reduce_with_fault
+Passes._begin_reduction = begin_with_fault
 
 if fault.startswith("dies in "):  # inside of blocks.1, which need not be a unit of ours
     from zeroshard.train.loop import loop
@@ -194,5 +194,5 @@ def test_a_step_that_hangs_ends_with_the_stacks_of_every_rank(ranks, tmp_path):
         "start again with --resume auto\n"
     }
     stacks = [(folder / f"rank-{rank:05d}.txt").read_text() for rank in range(WORLD_SIZE)]
-    assert "in reduce_with_fault" in stacks[1]
+    assert "in begin_with_fault" in stacks[1]
     assert all("in take_step" in stack for stack in stacks)

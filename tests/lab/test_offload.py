@@ -147,6 +147,8 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     one, eight = host_rates(device, 1), host_rates(device, 8)
     assert one.update_bytes_per_s == 8 * eight.update_bytes_per_s == 4.5e9 * ADAM_BYTES
     assert one.bus_bytes_per_s == eight.bus_bytes_per_s < 63e9
+    half, full = (find_device(name).device for name in ("rtx-4060-8gb", "rtx-4090-24gb"))
+    assert host_rates(full, 1).bus_bytes_per_s == 2 * host_rates(half, 1).bus_bytes_per_s  # 16 lanes, and 8
     assert not one.measured
     measured = host_rates(replace(device, update_bytes_per_s=1e9, bus_bytes_per_s=2e9), 8)
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)

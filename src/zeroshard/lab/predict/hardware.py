@@ -140,6 +140,7 @@ _LINK_TABLE = (
     _link("xgmi3", 448, NVLINK_STEP_S, "AMD MI300X data sheet: 7 links of 128 GB/s both ways; latency as NVLink's"),
     _link("xgmi2", 200, NVLINK_STEP_S, "AMD MI250X data sheet: 8 links of 100 GB/s both ways, half to the own module"),
     _link("pcie5", 63.0, PCIE_STEP_S, f"{_PCIE} 32 GT/s, 128b/130b"),
+    _link("pcie5-x8", 31.5, PCIE_STEP_S, "PCI-SIG: 8 lanes of 32 GT/s, 128b/130b"),
     _link("pcie4", 31.5, PCIE_STEP_S, f"{_PCIE} 16 GT/s, 128b/130b"),
     _link("pcie4-x8", 15.75, PCIE_STEP_S, "PCI-SIG: 8 lanes of 16 GT/s, 128b/130b"),
     _link("pcie3", 15.75, PCIE_STEP_S, f"{_PCIE} 8 GT/s, 128b/130b"),

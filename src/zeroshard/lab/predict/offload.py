@@ -49,7 +49,7 @@ OF_A_GATHER = 1 / 3  # of the seconds of a gather from the file: to ask for the 
 ADAM_BYTES = 28  # of an fp32 element: read gradient, weight and two states; written all but the gradient
 NODE_UPDATE_BYTES_PER_S = 4.5e9 * ADAM_BYTES
 _BUSES = {"nvlink5": "pcie5", "nvlink4": "pcie5", "nvlink3": "pcie4", "nvlink2": "pcie3", "xgmi2": "pcie4"}
-_BUSES |= {"xgmi3": "pcie5", "xgmi4": "pcie5", "pcie3": "pcie3", "pcie4": "pcie4", "pcie5": "pcie5"}
+_BUSES |= {"xgmi3": "pcie5", "xgmi4": "pcie5"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def host_rates(device: Device, ranks_per_node: int) -> HostRates:
     if device.device_type == "cpu":  # a copy reads and writes
         rate = device.bytes_per_s * device.memory_share
         return HostRates(rate, rate / 2, False, *disk)
-    bus = LINKS[_BUSES.get(device.link.partition("-")[0], "pcie4")]
+    own = device.link if device.link.startswith("pcie") else _BUSES.get(device.link.partition("-")[0], "pcie4")
+    bus = LINKS[own]
     return HostRates(NODE_UPDATE_BYTES_PER_S / ranks_per_node, bus.bytes_per_s * bus.share, False, *disk)
 
 

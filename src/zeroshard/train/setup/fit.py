@@ -40,7 +40,7 @@ from zeroshard.train.setup.offloading import neighbours_of, room_for_files
 
 FILE = "fit.json"
 HEADROOM = 0.1  # of a CPU's free memory, which must stay free: code, fragments, buffers of libraries
-RESERVE_BYTES = 96 * 2**20  # of each rank on a CPU for the same, however little is free
+RESERVE_BYTES = 160 * 2**20  # of each rank on a CPU for the same, however little is free; stacks of threads: 8 MiB each
 
 
 @dataclass(frozen=True)
