@@ -209,7 +209,7 @@ def figure(study: str, found: list[dict[str, Any]]) -> Figure:
         series.append(Series(name, "line", colour, tuple(map(float, steps)), means, marker=marker))
     titles = {"remedies": "under remedies of slow links", "states": "with optimizer states of fewer bytes"}
     titles["bases"] = "of adapters over a base in fewer bits"
-    title = f"Validation loss {titles[study]}, 10.8 M parameters"
+    title = f"Validation loss {titles[study]}"
     return Figure(f"{study}-losses", title, Axis("step"), Axis("validation loss"), tuple(series), height=1.8)
 
 
