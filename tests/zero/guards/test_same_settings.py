@@ -93,6 +93,8 @@ def test_different_arguments_and_models_are_refused_on_every_rank(arguments, par
     ],
 )
 def test_different_optimizers_are_refused_before_the_first_step(stage, optimizers, parts):
+    """`_all_say` asserts it."""
+
     def rank_main(comm):
         kind, settings = optimizers[comm.rank]
         model, _, optim = _engine(comm, stage, kind, **settings)

@@ -5,8 +5,9 @@ The model may be on the meta device: only names, shapes and dtypes are read, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from zeroshard.zero import FrozenFormat, ShardingStrategy
 from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.core.strategy import SHARD
+from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.frozen_formats.coded import Codes, chosen_of
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import Exemption, MixedPrecision
@@ -92,34 +94,25 @@ def buffers_of(
     unsplit, kept = set(whole), kept_params(model, policy)
     parts = 1 if reproducible is None else reproducible // world_size
     loads = [0] * (world_size * parts)
-    coded: set[nn.Parameter] = set()
+    forms: dict[nn.Parameter, BlockFormat] = {}
     if frozen_format is not None:
-        coded.update(*chosen_of(frozen_format, (root, *specs), kept))
+        forms = dict.fromkeys(chain(*chosen_of(frozen_format, (root, *specs), kept)), frozen_format.form)
+
+    def kind_of(param: nn.Parameter) -> _Kind:
+        exemption = policy.exemption(param.shape, kept=param in kept)
+        return param.dtype, param.requires_grad, exemption, forms.get(param)
+
     buffers = []
     for spec in (root, *specs):
-        flat: dict[_Kind, Named] = {}
-        tensors: dict[_Kind, Named] = {}
-        for name, param in spec.params:
-            form = frozen_format.form if frozen_format is not None and param in coded else None
-            kind = (param.dtype, param.requires_grad, policy.exemption(param.shape, kept=param in kept), form)
-            flat.setdefault(kind, [])  # the order of kinds is that of their first parameters, unsplit or not
-            chosen = tensors if param in unsplit else flat
-            chosen.setdefault(kind, []).append((name, tuple(param.shape)))
+        flat, tensors = _by_kind(spec, kind_of, unsplit)
         here: list[Buffer] = []
         further: list[Buffer] = []
         for index, (kind, named) in enumerate(flat.items()):
             name = f"{spec.name}#{index}" if index else spec.name
             trained = kind[1]
             if named:
-                here.append(
-                    Buffer(
-                        spec.name,
-                        name,
-                        FlatLayout.of(named, world_size, ALIGNMENT, parts, block if trained else 1),
-                        *kind,
-                        spec.read_in_backward,
-                    )
-                )
+                layout = FlatLayout.of(named, world_size, ALIGNMENT, parts, block if trained else 1)
+                here.append(Buffer(spec.name, name, layout, *kind, spec.read_in_backward))
             if kind in tensors:
                 own = policy.exempt(kind[2])
                 packed = any((own.weights_format(kind[0]), own.gradients_format(kind[0])))
@@ -131,3 +124,17 @@ def buffers_of(
                 (further if named else here).append(Buffer(spec.name, name, layout, *kind, spec.read_in_backward))
         buffers += here + further
     return buffers
+
+
+def _by_kind(
+    spec: UnitSpec, kind_of: Callable[[nn.Parameter], _Kind], unsplit: set[nn.Parameter]
+) -> tuple[dict[_Kind, Named], dict[_Kind, Named]]:
+    """Names and shapes of a unit's parameters by kind: those that may be split, and those that may not."""
+    flat: dict[_Kind, Named] = {}
+    tensors: dict[_Kind, Named] = {}
+    for name, param in spec.params:
+        kind = kind_of(param)
+        flat.setdefault(kind, [])  # the order of kinds is that of their first parameters, unsplit or not
+        chosen = tensors if param in unsplit else flat
+        chosen.setdefault(kind, []).append((name, tuple(param.shape)))
+    return flat, tensors
