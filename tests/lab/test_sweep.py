@@ -70,6 +70,18 @@ def said(stream: io.StringIO) -> list[str]:
     return stream.getvalue().splitlines()
 
 
+def test_a_case_that_is_to_fit_is_given_what_was_asked_and_no_default(tmp_path, stand_in):
+    asked = {"seq_len": 32, "fit": "on", "seed": 3}
+    config = sweep(tmp_path, base={key: asked[key] for key in ("seq_len", "fit")}, axes={"seed": [3]})
+    assert run_sweep(config, command=stand_in, stream=io.StringIO()) == 0
+    (settings,) = (tmp_path / "sweep").glob("cases/*/*.toml")
+    given = tomllib.loads(settings.read_text())
+    assert {key: given[key] for key in asked} == asked
+    assert given.keys().isdisjoint({"strategy", "tiles", "model", "offload", "checkpoint_async"})  # levers may set them
+    refused = make_case({**asked, "dry_run": True}, {})
+    assert "a sweep runs its cases" in refused.refusal
+
+
 def test_every_case_runs_as_often_as_asked_and_never_again(tmp_path, stand_in):
     config = sweep(tmp_path, repeats=2, base={"track": "trackio"}, axes={"seed": [1, 2]})
     stream = io.StringIO()
