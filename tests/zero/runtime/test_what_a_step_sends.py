@@ -53,6 +53,24 @@ def test_a_step_sends_what_is_written_down_here_in_that_order(settings, forward,
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_backward_through_two_forwards_reduces_each_unit_once(stage):
+    def go(comm):
+        observed = ObservedCommunicator(comm)
+        net = Net(num_blocks=3)
+        zero = Zero(net, stage, comm=observed)
+        for _ in range(2):  # in the second step the order is known
+            loss = net(rows(comm.rank)).sum() + net(rows(comm.rank + 2)).sum()
+            observed.drain()
+            loss.backward()
+            sent = [record.label for record in observed.drain() if record.label.endswith("/grads")]
+            zero.zero_grad()
+        return sent
+
+    units = ["blocks.2", "blocks.1", "blocks.0", "root"]
+    assert run_threads(go, 2) == [[f"{unit}/grads" for unit in units]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_of_units_inside_of_others_are_reduced_once(stage):
     """[Note: Units inside of units] in `nested_units`: they arrive within the outer unit's backward."""
 
