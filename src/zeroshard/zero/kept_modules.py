@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zeroshard.host.errors import nearest_name
 from zeroshard.host.torch_internals import own_parameters
-from zeroshard.zero.core.tensors import cast, tensors_in
+from zeroshard.zero.core.hooks import cast, tensors_in
 from zeroshard.zero.precision import MixedPrecision
 
 

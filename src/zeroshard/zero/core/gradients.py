@@ -29,11 +29,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.comm import Communicator, Work, empty_for, labelled
+from zeroshard.comm import CONTROL, Communicator, Work, empty_for, labelled
 from zeroshard.comm.streams import NO_STREAMS, Streams
 from zeroshard.host.torch_internals import storage_id
 from zeroshard.zero.core.layout import FlatLayout, Piece, view_of
-from zeroshard.zero.core.norms import norm_of, norm_of_partials
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.reduction import GradientReducer, GradientReduction, PlainReducer
 from zeroshard.zero.core.small_grads import SmallGrads
@@ -430,6 +429,25 @@ class Gradients:
     def running_tensors(self) -> list[Tensor]:
         """What the reducer keeps between reductions."""
         return [] if self.reducer.running_sum is None else self.reducer.running_sum.tensors
+
+
+# -- norms: from partial norms of shards, with the same bits on each rank ----------------------------------------------
+
+
+def norm_of(flat: Tensor, norm_type: float) -> Tensor:
+    """`torch.linalg.vector_norm`, computed in fp32 for a bfloat16 tensor: bfloat16 keeps only two digits."""
+    flat = flat if flat.numel() else flat.new_zeros(1)  # no element has no maximum
+    return torch.linalg.vector_norm(flat, norm_type, dtype=torch.float32 if flat.dtype == torch.bfloat16 else None)
+
+
+def norm_of_partials(partials: Tensor, comm: Communicator | None, norm_type: float) -> Tensor:
+    """The norm from float64 partials ``[n]``, or k norms from ``[n, k]``; with ``comm``, each of its ranks has n."""
+    if comm is not None:
+        rows = partials.new_empty(comm.world_size * len(partials), *partials.shape[1:])
+        with labelled(CONTROL):
+            comm.all_gather(rows.view(-1), partials.reshape(-1)).wait()
+        partials = rows
+    return partials.amax(0) if math.isinf(norm_type) else sum(partials[1:], partials[0]) ** (1.0 / norm_type)
 
 
 def global_norm(grads: Sequence[Gradients], comm: Communicator, norm_type: float, device: torch.device) -> Tensor:

@@ -55,11 +55,10 @@ from zeroshard.host.torch_internals import (
     storage_id,
 )
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.core.backward_pass import BackwardPass
 from zeroshard.zero.core.forward import Forward, Forwards
 from zeroshard.zero.core.parts import GradSink, LocalGrads, NestedUnits, PassObserver, Voter
 from zeroshard.zero.core.ranks import RankGroups
-from zeroshard.zero.core.schedule import ROOT, Op, agreed_order, backward_ops
+from zeroshard.zero.core.schedule import ROOT, BackwardPass, Op, agreed_order, backward_ops
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 from zeroshard.zero.core.units import AnyGroup, Unit
 

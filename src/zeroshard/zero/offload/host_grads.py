@@ -18,9 +18,8 @@ from torch import Tensor
 
 from zeroshard.comm.streams import Mark
 from zeroshard.host.slab import Slab, room
-from zeroshard.zero.core.gradients import Gradients
+from zeroshard.zero.core.gradients import Gradients, norm_of
 from zeroshard.zero.core.layout import Piece, view_of
-from zeroshard.zero.core.norms import norm_of
 from zeroshard.zero.offload.executor import Update
 from zeroshard.zero.offload.on_disk import UnitOnDisk
 from zeroshard.zero.offload.staging import Staging

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zeroshard.comm import CONTROL, labelled
 from zeroshard.host.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
-from zeroshard.zero.core.norms import norm_of, norm_of_partials
+from zeroshard.zero.core.gradients import norm_of, norm_of_partials
 from zeroshard.zero.runtime.grad_home import GradHome
 
 aten = torch.ops.aten
