@@ -38,7 +38,7 @@ ATTACHED = {
         ("zero/engine.py", "from zeroshard.zero.compat.module_methods import ModulePatches\n", ""),
         (
             "zero/engine.py",
-            "        self._handles.append(ModulePatches(model, modules, self._runtime, self._optimizers))\n",
+            "        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))\n",
             "",
         ),
         (
@@ -84,7 +84,7 @@ ATTACHED = {
             "from zeroshard.zero import construction, guards\n",
             "from zeroshard.zero import construction\n",
         ),
-        ("zero/engine.py", "        self._handles.append(guards.install(self, modules))\n", ""),
+        ("zero/engine.py", "        self._handles.append(guards.install(self))\n", ""),
     ],
     "zero/transport": [
         (

@@ -8,7 +8,7 @@ the unit was compiled (``block.compile()``) or the model around it (``torch.comp
 model is one graph: [Note: One piece] in `zeroshard.zero.core.passes`.
 
 [Note: Hooks inside of a unit]
-    `zeroshard.zero.runtime.module_hooks.attach_parts` hooks modules that are inside of a unit, where an end of the
+    `zeroshard.zero.runtime.runtime.Runtime.attach_parts` hooks modules that are inside of a unit, where an end of the
     graph would cut the unit in two. Its hook is traced: dynamo guards `Unit.entered`, and leaves the rest out.
 """
 

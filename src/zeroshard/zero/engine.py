@@ -38,7 +38,6 @@ from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.rank_groups import check_change, ranks_of
-from zeroshard.zero.runtime.module_hooks import modules_with_methods
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -172,15 +171,14 @@ class Zero:
         self._engine = Engine.of(model, Parts(specs, make, passes, rank_groups.world, named_shards.named_state, cast))
         self.model, self.comm = model, comm  # of all replicas, where those take local steps
         self._handles = [*self._engine.handles, *cast_around(model, self.precision)]
-        self._handles += self._runtime.attach_parts(model)
-        modules = modules_with_methods(model, self._runtime.root, self._runtime.units)
-        self._handles.append(ModulePatches(model, modules, self._runtime, self._optimizers))
+        self._handles += self._runtime.attach_parts()
+        self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
         self._optimizers.refresh_in_wire_format()
         if self.local_steps is not None and init is not loaded_later:
             self.local_steps.begin_alike()
-        self._handles.append(guards.install(self, modules))
+        self._handles.append(guards.install(self))
 
     def __repr__(self) -> str:
         groups = self._runtime.groups()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,17 +42,14 @@ class ModulePatches:
 
     Args:
         model: the model that the engine has taken over.
-        modules: its modules that have methods of the engine's.
         runtime: the engine's runtime.
         optimizers: the engine's optimizers.
     """
 
-    def __init__(
-        self, model: nn.Module, modules: Iterable[nn.Module], runtime: Runtime, optimizers: EngineOptimizers
-    ) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, optimizers: EngineOptimizers) -> None:
         self._model, self._modules = model, list(model.modules())
         _modules_of_engines.update(self._modules)
-        for module in modules:
+        for module in runtime.outer_modules:
             vars(module)["_apply"] = _apply_in_place(module)
         for module in model.modules():
             own = getattr(type(module), "generate", None)

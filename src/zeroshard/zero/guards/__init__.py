@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from torch import nn
 
 from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.guards.module_refusals import ModuleRefusals
@@ -18,14 +15,11 @@ if TYPE_CHECKING:
     from zeroshard.zero.engine import Zero
 
 
-def install(engine: Zero, modules: Sequence[nn.Module]) -> ModuleRefusals:
-    """Guard an engine that has just been built; returns a handle that takes the guards from its model.
-
-    ``modules``: those of the model that have methods of the engine's.
-    """
+def install(engine: Zero) -> ModuleRefusals:
+    """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
     runtime, optimizers = engine._runtime, engine._optimizers
     runtime.agree_by(order := CollectiveOrder(runtime.rank_groups, optimizers.settings))
     runtime.observer, runtime.local_grads = PassRefusals(runtime, order), (looks := NonFiniteGrads(runtime))
     runtime.voters.append(looks)
     runtime.weights.watch_reads(WatchedReads(runtime))
-    return ModuleRefusals(engine.model, modules, runtime, optimizers)
+    return ModuleRefusals(engine.model, runtime, optimizers)

@@ -23,8 +23,7 @@ from zeroshard.zero.buffers.param_changes import resized
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
 from zeroshard.zero.core.gradients import Gradients
 from zeroshard.zero.core.hooks import take_gradient
-from zeroshard.zero.runtime.grad_home import GradHome, GradTaker
-from zeroshard.zero.runtime.sharded_grad import ShardedGrad, own_slice
+from zeroshard.zero.runtime.sharded_grad import GradHome, GradTaker, ShardedGrad, own_slice
 
 
 class GradHooks:

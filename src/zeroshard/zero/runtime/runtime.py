@@ -2,29 +2,42 @@
 
 Beside the plain parts of `Passes` it has several forwards before one backward, units inside of units, submodules that
 are called outside of their unit, ``param.grad``, weights that users write to, and all weights unsharded for a block.
+
+[Note: Parts]
+    A model may call submodules of a unit without calling the unit. So every module that owns parameters has a hook. It
+    does nothing while the unit itself runs; else it gathers the unit's weights and waits for them. No hook tells when
+    backward has used such weights for the last time: they stay unsharded until the whole backward is over.
+
+[Note: Several forwards]
+    One backward may go through the graphs of several forwards: of a preference loss, of real and generated samples. The
+    graph of a forward may also be dropped without a backward. When it is garbage collected differs from rank to rank,
+    so no rank decides by itself: if several forwards are outstanding, ranks that shard weights agree first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm import Communicator
+from zeroshard.comm.agree import maxima
 from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
-from zeroshard.host.torch_internals import in_backward
+from zeroshard.host.torch_internals import in_backward, in_transform
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.flat_params import FlatParams
 from zeroshard.zero.buffers.unit import FlatGroup, FlatUnit
+from zeroshard.zero.core.forward import Forward, Forwards
+from zeroshard.zero.core.hooks import NOT_IN_TRANSFORM, EngineHook
 from zeroshard.zero.core.passes import Passes
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.strategy import ShardingStrategy
+from zeroshard.zero.core.weights import UNSHARDED
 from zeroshard.zero.runtime.calls import Calls
-from zeroshard.zero.runtime.forwards import of_several
 from zeroshard.zero.runtime.grad_hooks import GradHooks
-from zeroshard.zero.runtime.module_hooks import attach_parts, is_current
 from zeroshard.zero.runtime.nested_units import InnerUnits
 from zeroshard.zero.runtime.unsharded_weights import UnshardedWeights
 
@@ -60,6 +73,7 @@ class Runtime(Passes[FlatGroup]):
     Attributes:
         complete_step: waits for updates of the last step that are under way.
         removed: whether `Zero.remove` has made the model an ordinary one again.
+        outer_modules: those of the model that the engine may give methods of its own, as no unit contains them.
         collectives: is notified of what ranks may do differently.
         weights: keeps the weights of all units unsharded for a block, and has their reads watched.
     """
@@ -75,10 +89,11 @@ class Runtime(Passes[FlatGroup]):
     ) -> None:
         super().__init__(root, units, rank_groups, strategy, prefetch, buffers)
         self.collectives = Calls(rank_groups)
-        self.forwards.several = of_several
+        self.forwards.several = _of_several
         self.nested = InnerUnits.of(units)
         self.voters.append(WrittenWeights(self))
         self.weights = UnshardedWeights(self)
+        self.outer_modules = _outer_modules(root.module, units)
         self.removed = False
         self.complete_step: Callable[[], None] = lambda: None
         self._grad_hooks = self.shown = GradHooks(self)
@@ -105,16 +120,26 @@ class Runtime(Passes[FlatGroup]):
         self.collectives.note_step()
         self.forget_calls()
 
-    def attach_parts(self, model: nn.Module) -> list[Any]:
-        """Hook the model's modules inside of units: [Note: Parts] in `module_hooks`. Returns removable handles."""
-        in_one_piece = self.in_one_piece
+    def attach_parts(self) -> list[Any]:
+        """Hook the modules that own parameters, so that they may be called alone; returns handles: [Note: Parts].
+
+        In compiled code such a hook is traced: inside of the unit it adds nothing to the graph, and outside of it the
+        graph ends before `pre_forward_of_part`: [Note: Hooks inside of a unit] in `uncompiled`.
+        """
+        in_one_piece, handles = self.in_one_piece, list[Any]()
         if in_one_piece and not any(group.params.master_bytes for group in self.groups()):
-            return []  # weights that share the masters' memory are always current
+            return handles  # weights that share the masters' memory are always current
         hooked = [self.root] if in_one_piece else self.all_units()
-        return attach_parts(self.all_units(), hooked, model, uncompiled(self.pre_forward_of_part))
+        homes = {param: unit for unit in self.all_units() for _, param, _, _ in unit.named_slots()}
+        before = uncompiled(self.pre_forward_of_part)
+        for module in self.root.module.modules():
+            owners = dict.fromkeys(homes[param] for param in module.parameters(recurse=False) if param in homes)
+            others = [unit for unit in owners if unit.module is not module or unit not in hooked]
+            handles += [module.register_forward_pre_hook(_PartHook(before, unit)) for unit in others]
+        return handles
 
     def pre_forward_of_part(self, unit: FlatUnit) -> None:
-        """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts] in `module_hooks`."""
+        """Unshard a unit whose submodule is called outside of the unit's forward: [Note: Parts]."""
         if self.in_one_piece:
             pass  # nothing to walk, and nothing is freed
         elif in_backward():
@@ -126,7 +151,7 @@ class Runtime(Passes[FlatGroup]):
                 unit.keep_unsharded_after[self.forward.index] = self.forward
             elif unit is not self.root:
                 self.called_by_parts.setdefault(unit)
-        if not is_current(unit):
+        if not _is_current(unit):
             self.unshard(unit, wait=True)
 
     def note_writes(self) -> None:
@@ -199,3 +224,45 @@ class Runtime(Passes[FlatGroup]):
         self.removed = True
         self._grad_hooks.detach()
         self.weights.show_as_current()
+
+
+def _of_several(forwards: Forwards, begun: Forward, comm: Communicator | None) -> list[Forward]:
+    """Those of the outstanding forwards that a backward goes through; collective with ``comm``.
+
+    A rank votes for the place of ``begun`` (-1: it is not outstanding), then for each outstanding forward whether its
+    graph is left. The maxima over ranks decide: those up to that place of which any rank has a graph.
+    """
+    outstanding = forwards.outstanding
+    votes = [outstanding.index(begun.index) if begun.index in outstanding else -1]
+    votes += [int(forwards.find(index) is not None) for index in outstanding]
+    if comm is not None:
+        votes = maxima(comm, votes, torch.int64)
+    first, *flags = votes
+    found = [index for place, index in enumerate(outstanding) if place <= first and flags[place]]
+    return [forwards.find(index) or Forward(index) for index in reversed(found)] or [begun]
+
+
+def _outer_modules(model: nn.Module, units: Sequence[FlatUnit]) -> list[nn.Module]:
+    """The model, the modules of the units, and those outside of them that own parameters."""
+    inside = {part for unit in units for part in unit.module.modules()}
+    others = (part for part in model.modules() if part not in inside and [*part.parameters(recurse=False)])
+    return list(dict.fromkeys([model, *(unit.module for unit in units), *others]))
+
+
+def _is_current(unit: FlatUnit) -> bool:
+    """Whether the unit's weights are unsharded and current now, and nothing is to be waited for."""
+    return all(group.params.state is UNSHARDED for group in unit.groups)
+
+
+class _PartHook(EngineHook):
+    def __init__(self, pre_forward_of_part: Callable[[FlatUnit], None], unit: FlatUnit) -> None:
+        self._pre_forward, self._unit = pre_forward_of_part, unit
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before the forward of a part: report it, unless the unit's own forward is running."""
+        if self._unit.entered:  # nearly always, and then its weights are unsharded
+            return
+        if not in_transform():
+            self._pre_forward(self._unit)
+        elif not _is_current(self._unit):
+            raise RuntimeError(NOT_IN_TRANSFORM.format(self._unit.name))
