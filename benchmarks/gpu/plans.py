@@ -39,7 +39,7 @@ def _peak_bytes(name: str, checkpointing: str, stage: int, world: int, batch: in
     model, trace = _traced(name, checkpointing, batch, device_type)
     settings = Settings(STAGES[stage], rows.BF16, device_type=device_type, clips=False)
     buffers = buffers_of(model, world, model.units)
-    return step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings).peak.total
+    return step_of(trace, buffers, settings, OPTIMIZER_STATES["AdamW"]).peak.total
 
 
 def planned(records: list[Record]) -> Iterator[Record]:

@@ -305,7 +305,7 @@ def _both(*, row, name="llama-tiny", world_size=3, precision="bf16", recomputed=
     away = OFFLOADS.get(offload)
     away = replace(away, path=folder) if away is not None and away.path else away
     settings = Settings(strategy, policy, rank=rank % shards, **replicated, offload=away)
-    predicted = step_of(trace, buffers, state, settings)
+    predicted = step_of(trace, buffers, settings, state)
     flows = flows_of(buffers) if lora else None
     listed = messages(buffers, strategy, policy, flows=flows, **replicated, offload=away)
     measured = dry_run(
@@ -377,7 +377,7 @@ def test_whole_tensors_that_few_of_many_ranks_own_are_planned_too(stage, rank):
     settings = Settings(STAGES[stage], policy, 2, rank=rank)
     trace = _trace("llama-tiny", 2, "bf16")
     states = OPTIMIZER_STATES["AdamW"], OPTIMIZER_STATES["Muon"]
-    predicted = step_of(trace, buffers, states[0], settings, states[1])
+    predicted = step_of(trace, buffers, settings, *states)
     known = {id(param) for param in matrices}
 
     def optimizers(zero):
@@ -427,7 +427,7 @@ def test_a_module_of_the_user_s_own_is_planned_within_five_per_cent(stage, world
     net, policy = _Net(), MixedPrecision()
     trace = trace_model(net, 64, None, inputs, policy)
     settings = Settings(STAGES[stage], policy)
-    predicted = step_of(trace, buffers_of(net, world_size), OPTIMIZER_STATES["AdamW"], settings)
+    predicted = step_of(trace, buffers_of(net, world_size), settings, OPTIMIZER_STATES["AdamW"])
     measured = dry_run(net, inputs, world_size=world_size, strategy=STAGES[stage], micro_batch=64)
     assert predicted.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
 

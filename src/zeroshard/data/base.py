@@ -33,7 +33,7 @@ def part_of(rows: Tensor, part: int, num_parts: int) -> Tensor:
     Raises:
         UserError: the parts would not be equally long.
     """
-    rules.check_cut("seq_len", rows.shape[1], num_parts)
+    rules.check_cut(rows.shape[1], num_parts)
     length = rows.shape[1] // num_parts
     return rows[:, part * length : (part + 1) * length]
 

@@ -86,7 +86,7 @@ class SequenceParallel:
             UserError: groups of ``size`` do not partition the world.
             ValueError: ``world`` cannot be split.
         """
-        rules.check_sequence_parallel("sequence_parallel", size, world.world_size)
+        rules.check_sequence_parallel(size, world.world_size)
         groups = [list(range(first, first + size)) for first in range(0, world.world_size, size)]
         # anew, so that they are not behind the engine's collectives, even of one group
         return cls(split(world, groups, anew=True), world, longest=longest)
@@ -156,7 +156,7 @@ class SequenceParallel:
 
     def require_heads(self, num_heads: int) -> None:
         """Raise UserError if the ranks cannot divide ``num_heads`` query heads."""
-        rules.check_heads("sequence_parallel", self.size, num_heads)
+        rules.check_heads(self.size, num_heads)
 
     def copies(self, num_kv_heads: int) -> int:
         """How often each key and value head is copied: [Note: Grouped queries over ranks]."""

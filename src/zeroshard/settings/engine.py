@@ -106,23 +106,22 @@ class EngineConfig(Config):
         """Check the settings with each other, for trainer and planner alike."""
         rules.check_node_sums("wire.node_size", self.wire.node_size, self.shard_size)
         if self.local_steps.on:
-            rules.check_replicas_share("sequence_parallel", self.sequence_parallel, self.shard_size)
+            rules.check_replicas_share(self.sequence_parallel, self.shard_size)
         if self.reproducible:
-            rules.check_reproducible("reproducible", self.reproducible)
+            rules.check_reproducible(self.reproducible)
             wire = f"wire.{self.wire.given}" if self.wire.given else ""
-            parts = {"tiles": self.tiles != "none", "sequence_parallel": self.shares_sequences}
-            rules.check_uncut("reproducible", self.reproducible, **parts)
-            beside = {"shard_size": self.shard_size, "accumulate": self.accumulate, "local_steps": self.local_steps.on}
-            rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
+            beside: dict[str, Any] = {"tiles": self.tiles != "none", "sequence_parallel": self.shares_sequences}
+            beside |= {"shard_size": self.shard_size, "local_steps": self.local_steps.on, "accumulate": self.accumulate}
+            rules.check_same_bits(self.reproducible, wire=wire, **beside)
         return self
 
     def check_world(self, world_size: int) -> None:
         """Raise UserError if ``world_size`` ranks do not divide into the groups that the settings ask for."""
-        rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, world_size)
+        rules.check_sequence_parallel(self.sequence_parallel, world_size)
         if self.shard_size:
             rules.check_shard_size(self.shard_size, world_size)
         if self.reproducible:
-            rules.check_reproducible("reproducible", self.reproducible, world_size)
+            rules.check_reproducible(self.reproducible, world_size)
         if self.node_copy:
             rules.check_groups("node_copy", self.node_copy, self.ranks_that_shard(world_size))
         if self.wire.node_size:
@@ -178,6 +177,11 @@ class EngineChoices:
     offload: Offload | None = None
     frozen_format: str | FrozenFormat | None = None
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """These settings by name, as keyword arguments."""
+        return {each.name: getattr(self, each.name) for each in fields(EngineChoices)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(EngineChoices):
@@ -188,5 +192,5 @@ class EngineSettings(EngineChoices):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """These settings by name, as keyword arguments."""
+        """All settings by name, as keyword arguments."""
         return {each.name: getattr(self, each.name) for each in fields(EngineSettings)}

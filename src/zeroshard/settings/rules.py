@@ -1,7 +1,7 @@
 """Rules of what goes with what: sizes of groups of ranks, wire formats, reproducible steps, second copies of weights.
 
 Plain integers and names, without torch: the engine, the settings of a run and the planner ask here, so one question has
-one answer. Each check raises UserError, a ValueError, about ``field``, the name under which the caller has the setting.
+one answer. Each check raises UserError, a ValueError, about the setting; ``field`` is its name, where callers differ.
 """
 
 from __future__ import annotations
@@ -50,39 +50,33 @@ def check_groups(field: str, size: int, num_ranks: int, sizes: Sequence[int] | N
         )
 
 
-def check_sequence_parallel(field: str, size: int, world_size: int) -> None:
+def check_sequence_parallel(size: int, world_size: int) -> None:
     """Check that ``world_size`` ranks divide into groups of ``size``, which share a sequence each."""
     what = f"groups of {size} ranks that share a sequence do not partition a world of {world_size}"
-    _check_divisor(field, size, world_size, what)
+    _check_divisor("sequence_parallel", size, world_size, what)
 
 
-def check_replicas_share(field: str, size: int, shard_size: int) -> None:
+def check_replicas_share(size: int, shard_size: int) -> None:
     """Check that the ``size`` ranks that share a sequence belong to one replica of ``shard_size`` ranks."""
     if shard_size % size:
         what = f"{size} ranks share a sequence, and a replica that takes local steps has {shard_size} (shard_size)"
-        raise UserError(field, what, "choose a divisor of shard_size")
+        raise UserError("sequence_parallel", what, "choose a divisor of shard_size")
 
 
-def check_heads(field: str, size: int, num_heads: int) -> None:
+def check_heads(size: int, num_heads: int) -> None:
     """Check that ``size`` ranks divide the query heads of an attention layer evenly."""
-    _check_divisor(field, size, num_heads, f"{size} ranks do not divide {num_heads} query heads")
+    _check_divisor("sequence_parallel", size, num_heads, f"{size} ranks do not divide {num_heads} query heads")
 
 
-def check_uncut(field: str, number: int, **cuts: bool) -> None:
-    """Check that reproducible steps compute each sequence at once: ``cuts`` says which settings cut it."""
-    for name in (name for name, given in cuts.items() if given):
-        raise UserError(field, f"{number} is given, and {name} cuts sequences: parts round in another way", _EITHER)
-
-
-def check_cut(field: str, seq_len: int, size: int) -> None:
+def check_cut(seq_len: int, size: int) -> None:
     """Check that a sequence can be cut into ``size`` parts of one length."""
     if seq_len < size:
         what = f"{seq_len} tokens are fewer than the {size} ranks that share them (sequence_parallel)"
-        raise UserError(field, what, f"give {size} or more, or lower sequence_parallel")
+        raise UserError("seq_len", what, f"give {size} or more, or lower sequence_parallel")
     if seq_len % size:
         near = seq_len - seq_len % size
         what = f"{seq_len} tokens cannot be cut into {size} equal parts (sequence_parallel)"
-        raise UserError(field, what, f"give {near} or {near + size}, or change sequence_parallel")
+        raise UserError("seq_len", what, f"give {near} or {near + size}, or change sequence_parallel")
 
 
 def check_node_sums(field: str, size: int | None, shard_size: int | None) -> None:
@@ -116,32 +110,43 @@ def check_second_copy(
         raise UserError(field, what, "leave it out, or the setting that keeps them unsharded")
 
 
-def check_reproducible(field: str, number: int, world_size: int = 1) -> None:
+def check_reproducible(number: int, world_size: int = 1) -> None:
     """Check that ``number`` is a power of two, as dividing by another number rounds, and that ranks share it evenly."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1 or number & (number - 1):
         near = 1 << number.bit_length() if isinstance(number, int) and number > 1 else 8
-        raise UserError(field, f"{number!r} is no power of two", f"give the most ranks that you will use, as {near}")
+        raise UserError(
+            "reproducible", f"{number!r} is no power of two", f"give the most ranks that you will use, as {near}"
+        )
     if number % world_size:
         sizes = ", ".join(str(1 << power) for power in range(number.bit_length()))
         what = f"{number} micro-batches cannot be shared out evenly to {world_size} ranks"
-        raise UserError(field, what, f"use {sizes} ranks, or another power of two here")
+        raise UserError("reproducible", what, f"use {sizes} ranks, or another power of two here")
 
 
 def check_same_bits(
-    field: str, number: int, *, wire: str, local_steps: bool, shard_size: int | None, accumulate: str | None
+    number: int,
+    *,
+    wire: str = "",
+    local_steps: bool = False,
+    shard_size: int | None = None,
+    accumulate: str | None = None,
+    tiles: bool = False,
+    sequence_parallel: bool = False,
 ) -> None:
     """Check that nothing beside reproducible steps rounds partial sums: bits would depend on the number of ranks.
 
     ``number``: that of micro-batches; ``wire``: the name of a setting that gives a wire format; empty: none does.
     """
     for name, given, why in (
+        ("tiles", tiles, "cuts sequences: parts round in another way"),
+        ("sequence_parallel", sequence_parallel, "cuts sequences: parts round in another way"),
         (wire, wire, "rounds what each rank sends"),
         ("local_steps", local_steps, "lets replicas take steps of their own"),
         ("shard_size", shard_size, "adds up over two levels of ranks, with a rounding between them"),
         ("accumulate", accumulate == "local", "adds up on each rank first, with a rounding after it"),
     ):
         if given:
-            raise UserError(field, f"{number} is given, and {name} {why}", _EITHER)
+            raise UserError("reproducible", f"{number} is given, and {name} {why}", _EITHER)
 
 
 def left_uncompiled_with(reproducible: int | None, tiles: str, sequence_parallel: int, recomputation: str) -> str:

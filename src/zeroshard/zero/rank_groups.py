@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zeroshard.comm import Communicator, LocalCommunicator
 from zeroshard.settings import rules
 from zeroshard.zero.core.ranks import RankGroups
@@ -46,8 +48,8 @@ def ranks_of(
     check_wire(strategy, precision)
     if reproducible is not None:
         wire = "precision.gather" if precision.gather else "precision.reduce" if precision.reduce else ""
-        others = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
-        rules.check_same_bits("reproducible", reproducible, wire=wire, **others)
+        others: dict[str, Any] = {"local_steps": local_steps, "shard_size": shard_size, "accumulate": accumulate}
+        rules.check_same_bits(reproducible, wire=wire, **others)
     if local_steps:
         rules.check_local_steps("local_steps", "it", shard_size)
     elif shard_size is not None:

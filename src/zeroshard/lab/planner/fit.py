@@ -117,7 +117,7 @@ def with_levers(planner: Planner, pulled: Sequence[Lever], ways: Ways) -> Tried:
     for lever in pulled:
         job = lever.pull(job)
     ways.micro_batches(job)
-    rules.check_cut("seq_len", planner.workload.seq_len, job.workload.sequence_parallel)
+    rules.check_cut(planner.workload.seq_len, job.workload.sequence_parallel)
     return Tried(flags_of(pulled), job, ways)
 
 

@@ -78,13 +78,13 @@ def asked(
     num_gpus = given.get("world_size", 1)
     if local_steps is not None:
         rules.check_local_steps("local_steps.every", local_steps.every, shard_size, num_gpus)
-        rules.check_replicas_share("sequence_parallel", given.get("sequence_parallel", 1), shard_size or num_gpus)
+        rules.check_replicas_share(given.get("sequence_parallel", 1), shard_size or num_gpus)
     planner = planner_for(model, **given)
     stages = _stages(stage, shard_size, planner.cluster.world_size, local_steps)
     check_node_copy(planner, stage, shard_size)
     if planner.asked.reproducible:
-        beside = {"shard_size": shard_size, "local_steps": local_steps is not None, "accumulate": None}
-        rules.check_same_bits("reproducible", planner.asked.reproducible, wire="", **beside)
+        number = planner.asked.reproducible
+        rules.check_same_bits(number, shard_size=shard_size, local_steps=local_steps is not None)
     check_wire_nodes(planner)
     return planner, Ways(stages, micro_batch, shard_size, local_steps)
 

@@ -15,11 +15,10 @@ from zeroshard.lab.predict.actions import Compute, Settings, Step
 from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Device
-from zeroshard.lab.predict.memory import file_parts, host_bytes, state_bytes
+from zeroshard.lab.predict.memory import file_parts, host_bytes, resident_bytes
 from zeroshard.lab.predict.model_spans import Trace
 from zeroshard.lab.predict.offload import (
     UnitTimes,
-    frozen_s,
     hidden_units,
     host_rates,
     least_away,
@@ -113,13 +112,7 @@ class Planner:
         shards = shard_size or self.cluster.world_size
         strategy = self.strategy(stage, shards)
         settings = self._with_all_away()._settings(strategy, micro_batch, shards)
-        state, whole_state = self.workload.states
-        how: dict[str, Any] = {
-            "whole_optimizer": whole_state,
-            "device_type": settings.device_type,
-            "offload": settings.offload,
-        }
-        held = state_bytes(self._buffers(shards), strategy, settings.rank, state, settings.precision, **how)
+        held = resident_bytes(self._buffers(shards), settings, *self.workload.states)
         return held["params"] + held["master"] + held["optimizer"]
 
     def least_bytes(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> int:
@@ -269,19 +262,16 @@ class Planner:
             return Offloaded()
         times = self._unit_times(settings, buffers, micro_batch)
         trace = self._trace(micro_batch)
-        state, whole_state = self.workload.states
-        how = {"whole_optimizer": whole_state, "precision": settings.precision}
         rates = host_rates(self.device, 1)
-        streamed_s = frozen_s(buffers, offload, settings, rates)
         return Offloaded(
             offload.fraction if offload.fraction != "auto" else 1.0,
             host_bytes(step.before_update),
-            pinned_bytes(buffers, offload, settings),
+            pinned_bytes(buffers, settings),
             min(self.cluster.ranks_per_node, self.cluster.world_size),
-            waiting_s(times, buffers, offload, trace, self.device, max(self.num_micro(micro_batch), 1), streamed_s),
+            waiting_s(times, buffers, settings, trace, self.device, rates),
             measured=rates.measured,
             has_disk_rates=self.device.disk_walk_bytes_per_s > 0,
-            file_bytes=sum(file_parts(buffers, settings.strategy, settings.rank, state, offload, **how)),
+            file_bytes=sum(file_parts(buffers, settings, *self.workload.states)),
         )
 
     def strategy(self, stage: int | ShardingStrategy, num_shards: int) -> ShardingStrategy:
@@ -321,12 +311,11 @@ class Planner:
     def step(self, strategy: ShardingStrategy, micro_batch: int, num_shards: int, *, alone: bool = False) -> Step:
         """The engine's step; ``alone``: whether the replica takes it as a local step, without the other replicas."""
         workload = self.workload
-        state, whole_state = workload.states
         settings = self._settings(strategy, micro_batch, num_shards, alone=alone)
         key = settings, micro_batch, num_shards, self.compiled, num_shards < self.cluster.world_size
         if key not in workload.steps:
             buffers = self._buffers(num_shards)
-            workload.steps[key] = step_of(self._trace(micro_batch), buffers, state, settings, whole_state)
+            workload.steps[key] = step_of(self._trace(micro_batch), buffers, settings, *workload.states)
         step = workload.steps[key]
         if self.software.loss == "plain" and self.device.is_measured_gpu and workload.kernels != "reference":
             step = _with_plain_loss(step, micro_batch * workload.tokens_of_rank * workload.vocab_size, workload.dtype)
@@ -350,17 +339,15 @@ class Planner:
     ) -> Settings:
         workload, on_cuda = self.workload, self.device.device_type == "cuda"
         over_nodes = num_shards == self.cluster.world_size  # replicas already sum within a node
+        asked: dict[str, Any] = self.asked.choices | {"offload": self.offload_at(strategy, num_shards)}
         return Settings(
             strategy=strategy,
             precision=workload.precision if over_nodes else replace(workload.precision, node_size=None),
             num_micro=max(self.num_micro(micro_batch), 1),
-            accumulate=self.asked.accumulate,
-            prefetch=self.asked.prefetch,
             num_replicas=1 if alone else self.cluster.world_size // num_shards,
             uniform_order=not on_cuda,
             device_type=self.device.device_type,
-            reproducible=self.asked.reproducible,
-            offload=self.offload_at(strategy, num_shards),
+            **asked,
         )
 
     def offload_at(self, strategy: ShardingStrategy, num_shards: int) -> Offload | None:

@@ -117,7 +117,7 @@ class Request(EngineChoices):
         _require_count("seq_len", 1 if self.seq_len is None else self.seq_len, 1)
         _require_count("prefetch", self.prefetch, 0)
         _require_count("sequence_parallel", self.sequence_parallel, 1)
-        rules.check_sequence_parallel("sequence_parallel", self.sequence_parallel, self.world_size)
+        rules.check_sequence_parallel(self.sequence_parallel, self.world_size)
         if not 0 <= self.headroom < 1:
             raise UserError("headroom", f"{self.headroom} is no share of the memory", "give a number in [0, 1)")
 
@@ -267,13 +267,11 @@ class Request(EngineChoices):
         """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""
         if self.reproducible is None:
             return
-        rules.check_reproducible("reproducible", self.reproducible, self.world_size)
-        tiles = self.overrides.get("tiles", "none") != "none"
-        parts = {"tiles": tiles, "sequence_parallel": self.sequence_parallel > 1}
-        rules.check_uncut("reproducible", self.reproducible, **parts)
+        rules.check_reproducible(self.reproducible, self.world_size)
+        beside: dict[str, Any] = {"accumulate": self.accumulate, "sequence_parallel": self.sequence_parallel > 1}
+        beside["tiles"] = self.overrides.get("tiles", "none") != "none"
         wire = "wire.weights" if self.wire.get("gather") else "wire.grads" if self.wire.get("reduce") else ""
-        beside = {"local_steps": False, "shard_size": None, "accumulate": self.accumulate}
-        rules.check_same_bits("reproducible", self.reproducible, wire=wire, **beside)
+        rules.check_same_bits(self.reproducible, wire=wire, **beside)
 
     def _require_attention(self, device: Device) -> None:
         """Raise UserError for an attention kernel without a known rate on ``device``: another's would be used."""
@@ -299,8 +297,8 @@ def _require_shared(model: nn.Module, sequence_parallel: int, seq_len: int) -> N
     if config is None:
         what = f"{sequence_parallel} GPUs share sequences, and a {type(model).__name__} is no language model of ours"
         raise UserError("sequence_parallel", what, "leave it out")
-    rules.check_heads("sequence_parallel", sequence_parallel, config.n_head)
-    rules.check_cut("seq_len", seq_len, sequence_parallel)
+    rules.check_heads(sequence_parallel, config.n_head)
+    rules.check_cut(seq_len, sequence_parallel)
 
 
 _AS_FLASH_2 = "flash_attention_2", "flex_attention"  # of models of transformers, that are planned at its rate

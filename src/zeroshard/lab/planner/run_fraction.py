@@ -69,13 +69,13 @@ def chosen_fraction(job: Job, buffers: Sequence[Buffer], settings: Settings, dev
     how = {"deterministic": job.reproducible is not None, "in_documents": job.model.eos_id is not None}
     attention = attention_of_torch(device, dtype, **how)
     times = unit_times(trace, buffers, state, settings, device, rates, attention)
-    beside = ema_bytes(buffers, job.row, settings.rank) if job.keeps_ema else 0
+    beside = ema_bytes(buffers, settings) if job.keeps_ema else 0
 
     def left(num_away: int) -> float:
         if free_bytes is None or job.device_type == "cpu":  # whose memory is that of the host
             return 0.0
         fixed = replace(offload, fraction=share_of(buffers, num_away))
-        step = step_of(trace, buffers, state, replace(settings, offload=fixed))
+        step = step_of(trace, buffers, replace(settings, offload=fixed), state)
         return free_bytes - (step.peak.total + beside)
 
     hidden, num_units = hidden_units(list(times.values())), len({buffer.unit for buffer in buffers})

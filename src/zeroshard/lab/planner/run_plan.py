@@ -15,9 +15,9 @@ from zeroshard.lab.predict.actions import Message
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.cluster import Cluster
 from zeroshard.lab.predict.hardware import Calibration, Device, Link, read_calibration
-from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, state_bytes
+from zeroshard.lab.predict.memory import OPTIMIZER_STATES, ema_bytes, file_parts, resident_bytes
 from zeroshard.lab.predict.model_trace import trace_language_model
-from zeroshard.lab.predict.offload import frozen_s, host_rates, unit_times, waiting_s
+from zeroshard.lab.predict.offload import host_rates, unit_times, waiting_s
 from zeroshard.lab.predict.outer_steps import outer_bytes, outer_step_cost, outer_step_messages
 from zeroshard.lab.predict.process_memory import comm_buffer_bytes
 from zeroshard.lab.predict.step import Settings, Step, step_of
@@ -65,7 +65,7 @@ def predict(job: Job) -> Planned:
     if not job.estimates:
         return planned
     try:
-        step = step_of(trace_of(job, settings), buffers, state, settings)
+        step = step_of(trace_of(job, settings), buffers, settings, state)
     except UserError as error:  # a model that is not ours and cannot be traced
         if calibration is not None:
             raise
@@ -88,61 +88,32 @@ def _settings(job: Job) -> Settings:
         job.row,
         MixedPrecision(param_dtype, job.reduce_dtype, **job.wire),
         num_micro=job.num_micro,
-        accumulate=job.accumulate,
-        prefetch=job.prefetch,
         # with local steps each replica steps alone
         num_replicas=job.world_size // job.num_sharding if job.local_steps is None else 1,
         uniform_order=job.uniform_order,
         device_type=job.device_type,
         rank=job.rank % job.num_sharding,
         agrees=True,
-        reproducible=job.reproducible,
-        offload=job.offload,
+        **job.choices,
     )
 
 
 def _exact(job: Job, buffers: list[Buffer], settings: Settings) -> Planned:
     """Resident bytes and collectives, which must equal those of the run."""
-    resident = state_bytes(
-        buffers,
-        job.row,
-        settings.rank,
-        OPTIMIZER_STATES[job.optimizer],
-        settings.precision,
-        num_reductions=settings.num_reductions,
-        num_replicas=settings.num_replicas,
-        reproducible=job.reproducible is not None,
-        device_type=job.device_type,
-        offload=job.offload,
-    )
+    resident = resident_bytes(buffers, settings, OPTIMIZER_STATES[job.optimizer])
     if job.keeps_ema:
-        resident["ema"] = ema_bytes(buffers, job.row, settings.rank)
+        resident["ema"] = ema_bytes(buffers, settings)
     if job.local_steps is not None:
         resident["outer"] = outer_bytes(buffers)
     num_tokens = job.micro_batch_size * job.seq_len // job.sequence_parallel
     if waiting := job.model.offloaded_input_bytes(num_tokens, job.compute_dtype.itemsize):
         resident[CATEGORY] = waiting
-    step = collectives(
-        buffers,
-        job.row,
-        settings.precision,
-        num_micro=job.num_micro,
-        accumulate=job.accumulate,
-        prefetch=job.prefetch,
-        uniform_order=job.uniform_order,
-        num_replicas=settings.num_replicas,
-        flows=None if job.model.lora is None else flows_of(buffers),
-        reproducible=job.reproducible,
-        offload=job.offload,
-    )
-    parts = file_parts(
-        buffers, job.row, settings.rank, OPTIMIZER_STATES["AdamW"], job.offload, precision=settings.precision
-    )
+    step = collectives(buffers, settings, flows=None if job.model.lora is None else flows_of(buffers))
     return Planned(
         resident,
         _sent(job, step.messages()),
         outer_steps=_outer_steps(job, buffers),
-        file_bytes=sum(parts),
+        file_bytes=sum(file_parts(buffers, settings, OPTIMIZER_STATES["AdamW"])),
         comm_bytes=comm_buffer_bytes(job.backend, job.world_size, _group_sizes(job), step),
     )
 
@@ -169,12 +140,10 @@ def _step_s(job: Job, buffers: list[Buffer], step: Step, calibration: Calibratio
 
 def _waiting_s(job: Job, buffers: list[Buffer], settings: Settings, device: Device) -> float:
     """Seconds for which a step waits for state that is off the device; on a CPU also those of its update."""
-    assert job.offload is not None
     trace = trace_of(job, settings)
     rates = host_rates(device, job.ranks_per_node)
     times = unit_times(trace, buffers, OPTIMIZER_STATES[job.optimizer], settings, device, rates)
-    streamed_s = frozen_s(buffers, job.offload, settings, rates)
-    return waiting_s(times, buffers, job.offload, trace, device, job.num_micro, streamed_s)
+    return waiting_s(times, buffers, settings, trace, device, rates)
 
 
 def _sent(job: Job, found: Iterable[Message]) -> list[Sent]:
@@ -211,7 +180,7 @@ def predicted_step(
     buffers = buffers_of(model, world_size, model.units)
     settings = Settings(row, device_type=calibration.device.device_type, clips=False)
     trace = trace_language_model(model, micro_batch_size, seq_len, settings.precision, device_type=settings.device_type)
-    return _timing(step_of(trace, buffers, OPTIMIZER_STATES["AdamW"], settings), calibration, world_size)
+    return _timing(step_of(trace, buffers, settings, OPTIMIZER_STATES["AdamW"]), calibration, world_size)
 
 
 def behind(measured: Link, links: Links) -> Link:

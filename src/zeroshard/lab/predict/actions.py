@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zeroshard.lab.predict.work import Work
-from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
+from zeroshard.settings.engine import EngineChoices
+from zeroshard.zero import MixedPrecision, ShardingStrategy
 from zeroshard.zero.core.strategy import SHARD
 
 CATEGORIES = (
@@ -22,7 +23,6 @@ CATEGORIES = (
     "others",
 )
 Phase = Literal["forward", "backward", "optimizer"]
-Accumulate = Literal["local", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -134,23 +134,19 @@ def sent(actions: Iterable[Action]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(EngineChoices):
     """The engine's settings, as `zeroshard.Zero` takes them, and those of the step around it."""
 
     strategy: ShardingStrategy  # the row of the stage table
     precision: MixedPrecision = field(default_factory=MixedPrecision)  # the dtype policy
     num_micro: int = 1  # micro-batches of a step
-    accumulate: Accumulate | None = None  # how gradients accumulate; None: as the row's `grads` column says
-    prefetch: int = 1  # number of units whose weights are gathered ahead
-    num_replicas: int = 1  # the world size divided by the ``shard_size``
+    num_replicas: int = 1  # of the ranks that shard together
     uniform_order: bool = True  # the communicator's `zeroshard.comm.Communicator.uniform_order`
     device_type: str = "cpu"  # ``"cpu"`` or ``"cuda"``
     rank: int = 0  # this rank's number among those that shard together
     clips: bool = True  # whether gradients are clipped by their norm before the optimizer's step
     # whether ranks exchange the loss, and whether to continue, in a control message, as the trainer's do
     agrees: bool = False
-    reproducible: int | None = None  # as `zeroshard.Zero` takes it; the buffers are laid out for this number
-    offload: Offload | None = None  # which state is off the device; None: none is
 
     def nodes_of(self, num_shards: int) -> int | None:
         """Ranks of a node if gradients are summed inside each node before they are exchanged between nodes, else None.
@@ -163,7 +159,7 @@ class Settings:
     @property
     def reduces_each_backward(self) -> bool:
         """Whether every micro-batch's backward reduces gradients; if not, the last one does so for the whole step."""
-        by_column: Accumulate = "sharded" if self.strategy.grads is SHARD else "local"
+        by_column = "sharded" if self.strategy.grads is SHARD else "local"
         return self.reproducible is not None or (self.accumulate or by_column) == "sharded"
 
     @property

@@ -291,7 +291,7 @@ class _Engine:
         on_gpu, place = settings.device_type == "cuda", "device" if offload is None else offload.grads
         goes_down = place == "disk" or (place == "host" and on_gpu)
         away, leaving = buffers_away(buffers, offload), []
-        freed = streamed(buffers, settings.strategy, offload)
+        freed = streamed(buffers, settings)
         for buffer in buffers:
             assert buffer.unit in groups, f"a unit that the trace does not know: {buffer.unit}"
             make = partial(FlatGroup, members=ALL)

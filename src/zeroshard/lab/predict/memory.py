@@ -31,14 +31,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from zeroshard.kernels.adamw8bit import chunk_numel, in_one_pass
+from zeroshard.lab.predict.actions import Settings
 from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.zero import MixedPrecision, Offload, ShardingStrategy
 from zeroshard.zero.buffers.changed_values import bit_sums_bytes
-from zeroshard.zero.core.layout import Piece
+from zeroshard.zero.core.layout import FlatLayout, Piece
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.disk import NUM_SLOTS, extent_bytes
 from zeroshard.zero.offload.grad_slots import NUM_GRAD_SLOTS
@@ -173,94 +176,199 @@ OPTIMIZER_STATES |= {
 }  # `Zero.optimizer(..., state_format=)`
 
 
+@dataclass(frozen=True)
+class RankBuffer:
+    """A flat buffer as one rank has it under an engine's settings."""
+
+    buffer: Buffer
+    settings: Settings
+
+    @property
+    def layout(self) -> FlatLayout:
+        """The buffer's."""
+        return self.buffer.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the parameters, and so of their master weights."""
+        return self.buffer.dtype
+
+    @cached_property
+    def policy(self) -> MixedPrecision:
+        """The part of the dtype policy that holds for it."""
+        return self.buffer.policy(self.settings.precision)
+
+    @property
+    def compute(self) -> torch.dtype:
+        """That of forward and backward."""
+        return self.policy.compute_dtype(self.dtype)
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether the rank keeps a shard of the weights alone between uses."""
+        return self.settings.strategy.params is SHARD and self.layout.world_size > 1
+
+    @property
+    def shards_grads(self) -> bool:
+        """Whether gradients of micro-batches accumulate as a shard."""
+        return self.settings.strategy.grads is SHARD and self.layout.world_size > 1
+
+    @property
+    def owner(self) -> int | None:
+        """The rank whose pieces its optimizer updates; None: the optimizer is replicated."""
+        shards = self.settings.strategy.optim is SHARD and self.layout.world_size > 1
+        return self.settings.rank if shards else None
+
+    @property
+    def own_numel(self) -> int:
+        """Elements of the rank's shard, padding included."""
+        return own_numel(self.layout, self.settings.rank)
+
+    @property
+    def updated_numel(self) -> int:
+        """Elements that the rank's optimizer updates, padding included."""
+        return self.layout.padded_numel if self.owner is None else self.own_numel
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of the reduced gradients that its optimizer reads."""
+        return self.updated_numel * self.policy.reduced_dtype(self.dtype).itemsize
+
+    @property
+    def has_format(self) -> bool:
+        """Whether weights are sent in a wire format; if so, those that compute are not a view of the master."""
+        return self.policy.weights_format(self.dtype) is not None
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the rank's part of a second copy in its node, of what a gather between nodes receives; 0: none."""
+        num_ranks, form = self.settings.strategy.secondary_shard_size, self.policy.weights_format(self.dtype)
+        if num_ranks is None:
+            return 0
+        if form is None:
+            return self.layout.padded_numel * self.compute.itemsize // num_ranks
+        return self.layout.world_size * form.num_bytes(self.layout.shard_numel) // num_ranks
+
+    def grad_bytes(self, num_reductions: int) -> int:
+        """Bytes of gradients between the last of several backwards that reduce and the step: sums, and their mean."""
+        if self.shards_grads:
+            return self.reduced_bytes
+        reduce_dtype, reduced_dtype = self.policy.gradient_dtype(self.dtype), self.policy.reduced_dtype(self.dtype)
+        own_memory = num_reductions > 1 or reduce_dtype != reduced_dtype
+        return self.layout.padded_numel * reduce_dtype.itemsize + (self.reduced_bytes if own_memory else 0)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of exact sums: two float64 per element of the rank's shard."""
+        return self.own_numel * 2 * (16 if self.dtype.is_complex else 8)
+
+    @property
+    def sends_master(self) -> bool:
+        """Whether the master on the host is what is gathered: [Note: Host and device in one] in `host_params`."""
+        offload = self.settings.offload or Offload()
+        as_it_is = self.compute == self.dtype and (self.owner is None or not self.has_format)
+        on_cpu = self.settings.device_type == "cpu"
+        return as_it_is and on_cpu and offload.weights == "device" and offload.master != "disk"
+
+    def pieces(self, device_type: str) -> Sequence[Piece]:
+        """The pieces that its optimizer updates; a replicated one on CPUs updates those of all ranks."""
+        layout = self.layout
+        if self.owner is None and (device_type != "cpu" or layout.keeps_tensors_whole):
+            return tuple(layout.pieces(0, layout.padded_numel))
+        ranks = range(layout.world_size) if self.owner is None else [self.owner]
+        return tuple(piece for each in ranks for piece in layout.owned(each))
+
+    def optimizer_bytes(self, optimizer: OptimizerState, device_type: str) -> int:
+        """Bytes of the optimizer's state."""
+        layout, itemsize = self.layout, self.dtype.itemsize
+        if self.owner is None and not layout.keeps_tensors_whole and device_type == "cpu":  # without a loop over ranks
+            shard_numel = max(layout.part_numel, 1)
+            slots = [slot for slot in layout.slots if slot.numel]
+            num_pieces = sum(
+                (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
+            )
+            num_bytes = sum(optimizer.num_bytes((slot.numel,), itemsize) for slot in slots)
+            return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
+        pieces = self.pieces(device_type)
+        num_bytes = sum(optimizer.num_bytes(piece.shape, itemsize) for piece in pieces)
+        return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES
+
+
 def state_bytes(
     buffers: Iterable[Buffer],
     strategy: ShardingStrategy,
     rank: int,
     optimizer: OptimizerState,
     precision: MixedPrecision | None = None,
-    *,
-    whole_optimizer: OptimizerState | None = None,
-    num_reductions: int = 1,
-    num_replicas: int = 1,
-    reproducible: bool = False,
-    device_type: str = "cpu",
-    offload: Offload | None = None,
+    **settings: Any,
 ) -> dict[str, int]:
-    """Resident bytes on ``rank``, by category: what `Zero.memory_bytes` counts between a backward and its step.
+    """`resident_bytes` of the engine with this row, dtype policy and further fields of `Settings`, on ``rank``."""
+    return resident_bytes(buffers, Settings(strategy, precision or MixedPrecision(), rank=rank, **settings), optimizer)
+
+
+def resident_bytes(
+    buffers: Iterable[Buffer],
+    settings: Settings,
+    optimizer: OptimizerState,
+    whole_optimizer: OptimizerState | None = None,
+) -> dict[str, int]:
+    """Resident bytes of a rank, by category: what `Zero.memory_bytes` counts between a backward and its step.
 
     Optimizer states are those after the first step. While a unit runs, its unsharded weights and gradients come on top.
 
     Args:
-        buffers: the model's flat buffers, laid out for the world size, or for the ``shard_size`` if there is one:
-            replicas hold the same state. Every trained parameter is assumed to have a gradient.
-        strategy: the row of the stage table.
-        rank: this rank's number among those that shard together; ranks differ in padding and in where pieces end.
+        buffers: the model's flat buffers, laid out for the world size, or for the ranks of a replica if there are
+            several: replicas hold the same state. Every trained parameter is assumed to have a gradient.
+        settings: the engine's, and the rank's number among those that shard together: ranks differ in padding and in
+            where pieces end. Several reductions in a step need a second buffer if unsharded gradients accumulate,
+            unless one rank is alone and its gradients stay on the device. A replicated optimizer on CPUs updates
+            parameters in pieces that end where shards do, and each piece has its own scalars.
         optimizer: the optimizer's state per parameter.
-        precision: the dtype policy.
         whole_optimizer: the state of a second optimizer, for the buffers whose tensors are complete on one rank; None:
             there is no second optimizer.
-        num_reductions: number of backwards of a step that reduce gradients; several of them need a second buffer if
-            unsharded gradients accumulate, unless one rank is alone and its gradients stay on the device.
-        num_replicas: the world size divided by the number of shards.
-        reproducible: whether sums are exact, see `zeroshard.zero.transport.exact_sums`.
-        device_type: ``"cpu"`` or ``"cuda"``. A replicated optimizer on CPUs updates parameters in pieces that end where
-            shards do, and each piece has its own scalars.
-        offload: which state is off the device; None: none is.
     """
-    precision, buffers = precision or MixedPrecision(), list(buffers)
-    away, frozen_away = buffers_away(buffers, offload), frozen_on_host(buffers, strategy, offload)
+    buffers, offload = list(buffers), settings.offload
+    away, frozen_away = buffers_away(buffers, offload), frozen_on_host(buffers, settings)
     total = {"params": 0, "grads": 0, "master": 0, "optimizer": 0}
     if offload is not None:
         total |= dict.fromkeys(_categories_away(offload), 0)
         if on_disk(offload):
-            parts = file_parts(
-                buffers, strategy, rank, optimizer, offload, precision=precision, whole_optimizer=whole_optimizer
-            )
+            parts = file_parts(buffers, settings, optimizer, whole_optimizer)
             total[SLOTS] = min(NUM_SLOTS, len(parts)) * max(parts, default=0)
-            policies = [(b, strategy, rank, b.policy(precision), offload) for b in buffers if b.name in away]
-            grads = [_grads_in_file(*each) for each in policies]
+            grads = [_grads_in_file(RankBuffer(buffer, settings)) for buffer in buffers if buffer.name in away]
             total[SLOTS] += min(NUM_GRAD_SLOTS, len(grads)) * max(grads, default=0)
+    exact = settings.reproducible is not None
     for buffer in buffers:
+        part = RankBuffer(buffer, settings)
         updates = (buffer.layout.keeps_tensors_whole and whole_optimizer) or optimizer
-        policy = buffer.policy(precision)
-        job = buffer, strategy, rank, updates, policy, device_type
         if buffer.name in away:
             assert offload is not None
-            found = _away_bytes(*job, num_reductions, offload)
-            if reproducible:
-                found["grads"] = _wide_bytes(buffer, rank)
-                found["host_grads"] = _exact_bytes(buffer, strategy, rank, policy) - found["grads"]
+            found = _away_bytes(part, updates, offload)
+            if exact:
+                found |= {"grads": part.wide_bytes, "host_grads": part.reduced_bytes}
         else:
-            found = _here_bytes(*job, num_reductions if buffer.layout.world_size * num_replicas > 1 else 1)
-            if reproducible and buffer.trained:
-                found["grads"] = _exact_bytes(buffer, strategy, rank, policy)
+            found = _here_bytes(part, updates)
+            if exact and buffer.trained:
+                found["grads"] = part.reduced_bytes + part.wide_bytes
             if buffer.name in frozen_away:
-                on_host = own_numel(buffer.layout, rank) * policy.compute_dtype(buffer.dtype).itemsize
+                on_host = part.own_numel * part.compute.itemsize
                 found |= {HOST["params"]: on_host, "params": found["params"] - on_host}
         for category, num_bytes in found.items():
             total[category] += num_bytes
     return total
 
 
-def _here_bytes(
-    buffer: Buffer,
-    strategy: ShardingStrategy,
-    rank: int,
-    optimizer: OptimizerState,
-    precision: MixedPrecision,
-    device_type: str,
-    num_reductions: int,
-) -> dict[str, int]:
+def _here_bytes(part: RankBuffer, optimizer: OptimizerState) -> dict[str, int]:
     """Bytes of a buffer whose state is on the device, by category."""
-    if (codes := buffer.codes(strategy)) is not None:
-        own = codes.part(rank if strategy.params is SHARD else 0)
+    buffer, settings = part.buffer, part.settings
+    if (codes := buffer.codes(settings.strategy)) is not None:
+        own = codes.part(settings.rank if settings.strategy.params is SHARD else 0)
         return {"params": own.stop - own.start}
-    found = dict(zip(("params", "master"), _weight_bytes(buffer, strategy, rank, precision), strict=True))
+    found = dict(zip(("params", "master"), _weight_bytes(part), strict=True))
     if buffer.trained:
-        owner = rank if _shards_optim(buffer, strategy) else None
-        found["grads"] = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
-        found["optimizer"] = _optimizer_bytes(buffer, owner, optimizer, device_type)
+        alone = part.layout.world_size * settings.num_replicas == 1
+        found["grads"] = part.grad_bytes(1 if alone else settings.num_reductions)
+        found["optimizer"] = part.optimizer_bytes(optimizer, settings.device_type)
     return found
 
 
@@ -270,25 +378,32 @@ def buffers_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozense
     return frozenset(buffer.name for buffer in buffers if buffer.trained and buffer.unit in units)
 
 
-def streamed(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
+def streamed(buffers: Sequence[Buffer], settings: Settings) -> frozenset[str]:
     """Names of the buffers of which a rank's shard of the weights is off the device, from where gathers bring it."""
-    if offload is None or offload.weights == "device" or strategy.params is not SHARD:
+    offload = settings.offload
+    if offload is None or offload.weights == "device" or settings.strategy.params is not SHARD:
         return frozenset()
     units = _units_away(buffers, offload)
     return frozenset(buffer.name for buffer in buffers if buffer.unit in units and buffer.form is None)
 
 
-def frozen_on_host(buffers: Sequence[Buffer], strategy: ShardingStrategy, offload: Offload | None) -> frozenset[str]:
+def frozen_on_host(buffers: Sequence[Buffer], settings: Settings) -> frozenset[str]:
     """Names of the buffers of frozen weights of which a rank's shard is on the host, from where gathers copy it up."""
-    return streamed(buffers, strategy, offload) - {buffer.name for buffer in buffers if buffer.trained}
+    return streamed(buffers, settings) - {buffer.name for buffer in buffers if buffer.trained}
 
 
 def _units_away(buffers: Sequence[Buffer], offload: Offload | None) -> frozenset[str]:
+    numels = unit_numels(buffers)
+    num_away = 0 if offload is None else offload.units_away(list(numels.values()))
+    return frozenset(list(numels)[len(numels) - num_away :])
+
+
+def unit_numels(buffers: Sequence[Buffer]) -> dict[str, int]:
+    """Elements of each unit, in the order of the forward."""
     numels: dict[str, int] = {}
     for buffer in buffers:
         numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
-    num_away = 0 if offload is None else offload.units_away(list(numels.values()))
-    return frozenset(list(numels)[len(numels) - num_away :])
+    return numels
 
 
 def on_disk(offload: Offload | None) -> bool:
@@ -303,110 +418,71 @@ def host_bytes(resident: Mapping[str, int]) -> int:
 
 def file_parts(
     buffers: Sequence[Buffer],
-    strategy: ShardingStrategy,
-    rank: int,
+    settings: Settings,
     optimizer: OptimizerState,
-    offload: Offload | None,
-    *,
-    precision: MixedPrecision,
     whole_optimizer: OptimizerState | None = None,
 ) -> list[int]:
     """Bytes of a rank's file for each buffer with state there: all are read once and written once for each step.
 
-    Args: as `state_bytes` takes them.
+    Args: as `resident_bytes` takes them.
     """
+    offload = settings.offload
     if offload is None or not on_disk(offload):
         return []
     away, parts = buffers_away(buffers, offload), []
-    for buffer in (buffer for buffer in buffers if buffer.name in away):
-        kept = optimizer if not buffer.layout.keeps_tensors_whole or whole_optimizer is None else whole_optimizer
+    for part in (RankBuffer(buffer, settings) for buffer in buffers if buffer.name in away):
+        kept = (part.layout.keeps_tensors_whole and whole_optimizer) or optimizer
         num_bytes = 0
         if offload.master == "disk":
-            num_bytes += extent_bytes([(_updated_numel(buffer, strategy, rank), buffer.dtype)])
+            num_bytes += extent_bytes([(part.updated_numel, part.dtype)])
         if offload.optimizer == "disk":
-            pieces = _pieces(buffer, rank if _shards_optim(buffer, strategy) else None, "cpu")
-            sizes = [(numel, buffer.dtype) for piece in pieces for numel in kept.sizes(piece.shape)]
+            sizes = [(numel, part.dtype) for piece in part.pieces("cpu") for numel in kept.sizes(piece.shape)]
             num_bytes += extent_bytes(sizes) if sizes else 0
-        num_bytes += _grads_in_file(buffer, strategy, rank, buffer.policy(precision), offload)
-        parts.append(num_bytes)
+        parts.append(num_bytes + _grads_in_file(part))
     return [num_bytes for num_bytes in parts if num_bytes]
 
 
-def _grads_in_file(
-    buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision, offload: Offload
-) -> int:
-    if offload.grads != "disk":
+def _grads_in_file(part: RankBuffer) -> int:
+    offload = part.settings.offload
+    if offload is None or offload.grads != "disk":
         return 0
-    return extent_bytes([(_updated_numel(buffer, strategy, rank), precision.reduced_dtype(buffer.dtype))])
+    return extent_bytes([(part.updated_numel, part.policy.reduced_dtype(part.dtype))])
 
 
-def sends_master(
-    buffer: Buffer, strategy: ShardingStrategy, precision: MixedPrecision, offload: Offload, device_type: str
-) -> bool:
-    """Whether the master on the host is what is gathered: [Note: Host and device in one] in `host_params`."""
-    encoded = _shards_optim(buffer, strategy) and _has_format(buffer, precision)
-    as_it_is = precision.compute_dtype(buffer.dtype) == buffer.dtype and not encoded
-    return as_it_is and device_type == "cpu" and offload.weights == "device" and offload.master != "disk"
-
-
-def watch_bytes(
-    buffers: Sequence[Buffer],
-    strategy: ShardingStrategy,
-    precision: MixedPrecision,
-    offload: Offload | None,
-    device_type: str,
-) -> int:
+def watch_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
     """Bytes of the sums by which writes into unsharded weights are found if their master is elsewhere."""
-    away, freed = buffers_away(buffers, offload), streamed(buffers, strategy, offload)
-    kept = (b for b in buffers if strategy.params is not SHARD or b.layout.world_size == 1)
-    whole = [b for b in kept if b.name in away and b.name not in freed]
-    if offload is not None:
-        whole = [b for b in whole if not sends_master(b, strategy, b.policy(precision), offload, device_type)]
-    widths = [b.policy(precision).compute_dtype(b.dtype).itemsize for b in whole]
-    return sum(bit_sums_bytes(b.layout.padded_numel * width) for b, width in zip(whole, widths, strict=True))
+    names = buffers_away(buffers, settings.offload) - streamed(buffers, settings)
+    parts = [RankBuffer(buffer, settings) for buffer in buffers if buffer.name in names]
+    whole = [part for part in parts if not part.shards_params and not part.sends_master]
+    return sum(bit_sums_bytes(part.layout.padded_numel * part.compute.itemsize) for part in whole)
 
 
-def _away_bytes(
-    buffer: Buffer,
-    strategy: ShardingStrategy,
-    rank: int,
-    optimizer: OptimizerState,
-    precision: MixedPrecision,
-    device_type: str,
-    num_reductions: int,
-    offload: Offload,
-) -> dict[str, int]:
+def _away_bytes(part: RankBuffer, optimizer: OptimizerState, offload: Offload) -> dict[str, int]:
     """Bytes of a buffer whose state is off the device, by category."""
-    layout, compute = buffer.layout, precision.compute_dtype(buffer.dtype)
+    layout, settings, compute = part.layout, part.settings, part.compute
     found = dict.fromkeys(("params", "grads", *_categories_away(offload)), 0)
-    alone, here = layout.world_size == 1, sends_master(buffer, strategy, precision, offload, device_type)
-    whole = strategy.params is not SHARD or (alone and offload.weights == "device")
+    alone, here = layout.world_size == 1, part.sends_master
+    whole = settings.strategy.params is not SHARD or (alone and offload.weights == "device")
     if whole:
         found["params"] = layout.padded_numel * compute.itemsize
     else:
-        if strategy.secondary_shard_size is not None:
-            found["params"] = _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-        if (alone or not _has_format(buffer, precision)) and offload.weights != "disk" and not here:
-            found["host_params" if offload.weights == "host" else "params"] += (
-                own_numel(layout, rank) * compute.itemsize
-            )
-    masters = DISK if offload.master == "disk" else HOST
+        found["params"] = part.copy_bytes
+        if (alone or not part.has_format) and offload.weights != "disk" and not here:
+            found["host_params" if offload.weights == "host" else "params"] += part.own_numel * compute.itemsize
     if not (whole and here):
-        found[masters["master"]] = _updated_numel(buffer, strategy, rank) * buffer.dtype.itemsize
-    reduced = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
+        found[(DISK if offload.master == "disk" else HOST)["master"]] = part.updated_numel * part.dtype.itemsize
     if offload.grads == "disk":
-        found["disk_grads"] = reduced
-    elif device_type == "cpu":  # they stay where they are, which is on the host: all but a local sum of its own
-        both = _grad_bytes(buffer, strategy, rank, precision, num_reductions)
-        local = layout.padded_numel * precision.gradient_dtype(buffer.dtype).itemsize
-        found["grads"] = local if both == local + reduced and not _shards_grads(buffer, strategy) else 0
+        found["disk_grads"] = part.reduced_bytes
+    elif settings.device_type == "cpu":  # they stay where they are, on the host: all but a local sum of its own
+        local = layout.padded_numel * part.policy.gradient_dtype(part.dtype).itemsize
+        both = part.grad_bytes(settings.num_reductions)
+        found["grads"] = local if both == local + part.reduced_bytes and not part.shards_grads else 0
         found["host_grads"] = both - found["grads"]
     else:
-        found["host_grads"] = reduced
-    owner = rank if _shards_optim(buffer, strategy) else None
-    found[HOST["optimizer"]] = _optimizer_bytes(buffer, owner, optimizer, "cpu")
+        found["host_grads"] = part.reduced_bytes
+    found[HOST["optimizer"]] = part.optimizer_bytes(optimizer, "cpu")
     if offload.optimizer == "disk":
-        scalars = len(_pieces(buffer, owner, "cpu")) * optimizer.num_scalars * SCALAR_BYTES
+        scalars = len(part.pieces("cpu")) * optimizer.num_scalars * SCALAR_BYTES
         found[DISK["optimizer"]] = found[HOST["optimizer"]] - scalars
         found[HOST["optimizer"]] = scalars
     return found
@@ -418,106 +494,21 @@ def _categories_away(offload: Offload) -> list[str]:
     return found + [DISK[kind] for kind in DISK if getattr(offload, kind) == "disk"]
 
 
-def _weight_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> tuple[int, int]:
+def _weight_bytes(part: RankBuffer) -> tuple[int, int]:
     """Bytes of a buffer's weights, and of its master weights if they have another dtype."""
-    layout = buffer.layout
-    shard_params, shard_optim = strategy.params is SHARD and layout.world_size > 1, _shards_optim(buffer, strategy)
-    compute = precision.compute_dtype(buffer.dtype)
-    master = buffer.dtype if buffer.trained else compute
-    numel, weights = own_numel(layout, rank), 0
-    if not shard_params:
-        weights += layout.padded_numel * compute.itemsize
-    elif strategy.secondary_shard_size is not None:
-        weights += _copy_bytes(buffer, precision) // strategy.secondary_shard_size
-    if compute != master:
-        return weights, _updated_numel(buffer, strategy, rank) * master.itemsize
-    if shard_params or (shard_optim and _has_format(buffer, precision)):
-        weights += numel * master.itemsize
+    master = part.dtype if part.buffer.trained else part.compute
+    weights = part.copy_bytes if part.shards_params else part.layout.padded_numel * part.compute.itemsize
+    if part.compute != master:
+        return weights, part.updated_numel * master.itemsize
+    if part.shards_params or (part.owner is not None and part.has_format):
+        weights += part.own_numel * master.itemsize
     return weights, 0
 
 
-def _shards_optim(buffer: Buffer, strategy: ShardingStrategy) -> bool:
-    return strategy.optim is SHARD and buffer.layout.world_size > 1
-
-
-def _updated_numel(buffer: Buffer, strategy: ShardingStrategy, rank: int) -> int:
-    """Elements of a buffer, padding included, that the optimizer of ``rank`` updates."""
-    layout = buffer.layout
-    return own_numel(layout, rank) if _shards_optim(buffer, strategy) else layout.padded_numel
-
-
-def _has_format(buffer: Buffer, precision: MixedPrecision) -> bool:
-    """Whether weights are sent in a wire format; if so, the weights that compute are not a view of the master."""
-    return precision.weights_format(buffer.dtype) is not None
-
-
-def _copy_bytes(buffer: Buffer, precision: MixedPrecision) -> int:
-    """Bytes that an all-gather between nodes receives for a buffer; each rank keeps a part of them as a second copy."""
-    layout, form = buffer.layout, precision.weights_format(buffer.dtype)
-    if form is None:
-        return layout.padded_numel * precision.compute_dtype(buffer.dtype).itemsize
-    return layout.world_size * form.num_bytes(layout.shard_numel)
-
-
-def ema_bytes(buffers: Iterable[Buffer], strategy: ShardingStrategy, rank: int) -> int:
-    """Resident bytes on ``rank`` of a moving average of the weights that its optimizer updates, without padding."""
+def ema_bytes(buffers: Iterable[Buffer], settings: Settings) -> int:
+    """Resident bytes of a moving average of the weights that a rank's optimizer updates, without padding."""
     total = 0
-    for buffer in buffers:
-        layout = buffer.layout
-        sharded = strategy.optim is SHARD and layout.world_size > 1
-        numel = sum(piece.numel for piece in layout.owned(rank)) if sharded else layout.numel
-        total += numel * buffer.dtype.itemsize
+    for part in (RankBuffer(buffer, settings) for buffer in buffers):
+        owned = None if part.owner is None else part.layout.owned(part.owner)
+        total += (part.layout.numel if owned is None else sum(piece.numel for piece in owned)) * part.dtype.itemsize
     return total
-
-
-def _shards_grads(buffer: Buffer, strategy: ShardingStrategy) -> bool:
-    return strategy.grads is SHARD and buffer.layout.world_size > 1
-
-
-def _grad_bytes(
-    buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision, num_reductions: int
-) -> int:
-    reduce_dtype, reduced_dtype = precision.gradient_dtype(buffer.dtype), precision.reduced_dtype(buffer.dtype)
-    reduced = _updated_numel(buffer, strategy, rank) * reduced_dtype.itemsize
-    if _shards_grads(buffer, strategy):
-        return reduced
-    own_memory = num_reductions > 1 or reduce_dtype != reduced_dtype
-    return buffer.layout.padded_numel * reduce_dtype.itemsize + (reduced if own_memory else 0)
-
-
-def _exact_bytes(buffer: Buffer, strategy: ShardingStrategy, rank: int, precision: MixedPrecision) -> int:
-    """Bytes of exact sums: those of `_wide_bytes`, and the rounded sum that the optimizer reads."""
-    rounded = _updated_numel(buffer, strategy, rank) * precision.reduced_dtype(buffer.dtype).itemsize
-    return rounded + _wide_bytes(buffer, rank)
-
-
-def _wide_bytes(buffer: Buffer, rank: int) -> int:
-    """Bytes of two float64 per element of a rank's shard."""
-    return own_numel(buffer.layout, rank) * 2 * (16 if buffer.dtype.is_complex else 8)
-
-
-def _optimizer_bytes(buffer: Buffer, rank: int | None, optimizer: OptimizerState, device_type: str) -> int:
-    """Bytes of optimizer state for a buffer; ``rank`` None: the optimizer is replicated."""
-    layout = buffer.layout
-    if (
-        rank is None and not layout.keeps_tensors_whole and device_type == "cpu"
-    ):  # computed without a loop over all ranks
-        shard_numel = max(layout.part_numel, 1)
-        slots = [slot for slot in layout.slots if slot.numel]
-        num_pieces = sum(
-            (slot.offset + slot.numel - 1) // shard_numel - slot.offset // shard_numel + 1 for slot in slots
-        )
-        num_bytes = sum(optimizer.num_bytes((slot.numel,), buffer.dtype.itemsize) for slot in slots)
-        return num_bytes + num_pieces * optimizer.num_scalars * SCALAR_BYTES
-    pieces = _pieces(buffer, rank, device_type)
-    num_bytes = sum(optimizer.num_bytes(piece.shape, buffer.dtype.itemsize) for piece in pieces)
-    return num_bytes + len(pieces) * optimizer.num_scalars * SCALAR_BYTES
-
-
-def _pieces(buffer: Buffer, rank: int | None, device_type: str) -> Sequence[Piece]:
-    """The pieces that the optimizer of ``rank`` updates; None: of a replicated one."""
-    layout = buffer.layout
-    if rank is None and (device_type != "cpu" or layout.keeps_tensors_whole):
-        return tuple(layout.pieces(0, layout.padded_numel))
-    ranks = range(layout.world_size) if rank is None else [rank]
-    return tuple(piece for each in ranks for piece in layout.owned(each))

@@ -34,15 +34,21 @@ from dataclasses import dataclass, field, replace
 
 from zeroshard.host.slab import room
 from zeroshard.lab.predict.actions import Settings
-from zeroshard.lab.predict.buffers import Buffer, own_numel
+from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.hardware import LINKS
-from zeroshard.lab.predict.memory import OptimizerState, buffers_away, frozen_on_host, on_disk, sends_master
+from zeroshard.lab.predict.memory import (
+    OptimizerState,
+    RankBuffer,
+    buffers_away,
+    frozen_on_host,
+    on_disk,
+    unit_numels,
+)
 from zeroshard.lab.predict.model_spans import ROOT, Trace
 from zeroshard.lab.predict.rates import Attention
 from zeroshard.lab.predict.timeline import operation_s
 from zeroshard.train.profiling.devices import Device, DiskWork
 from zeroshard.zero import Offload
-from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.offload.staging import NUM_SLOTS, NUM_SLOTS_DOWN, locked_slot_bytes
 
 OF_A_GATHER = 1 / 3  # of the seconds of a gather from the file: to ask for the pages, and to copy them (docs/log.md)
@@ -242,26 +248,23 @@ def unit_times(
 ) -> dict[str, UnitTimes]:
     """The times of every unit with trained parameters, as if the state of all were off the device; forward order."""
     seconds = unit_seconds(trace, device, attention)
-    shards = settings.strategy.optim is SHARD
     on_cpu = settings.device_type == "cpu"
     offload, walks, writes = settings.offload or Offload(), rates.walk_bytes_per_s, rates.write_bytes_per_s
     found: dict[str, UnitTimes] = {}
     for buffer in (buffer for buffer in buffers if buffer.trained):
-        layout, master, precision = buffer.layout, buffer.dtype.itemsize, buffer.policy(settings.precision)
-        numel = own_numel(layout, settings.rank) if shards else layout.padded_numel
-        reduced, compute = precision.reduced_dtype(buffer.dtype).itemsize, precision.compute_dtype(buffer.dtype)
-        in_file = numel * _bytes_in_file(buffer, optimizer, settings, offload) if walks else 0.0
+        part, master = RankBuffer(buffer, settings), buffer.dtype.itemsize
+        numel, reduced = part.updated_numel, part.policy.reduced_dtype(buffer.dtype).itemsize
+        in_file = numel * _bytes_in_file(part, optimizer, offload) if walks else 0.0
         grads_bytes = numel * reduced if offload.grads == "disk" else 0
         update_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master)) * optimizer.cpu_factor
-        stays = sends_master(buffer, settings.strategy, precision, offload, settings.device_type)
-        stays = stays or (on_cpu and compute != buffer.dtype)  # a cast, of an update's time
+        stays = part.sends_master or (on_cpu and part.compute != buffer.dtype)  # a cast, of an update's time
         before_s, left_s = seconds.get(buffer.unit, (0.0, 0.0))
         more = UnitTimes(
             before_s,
             left_s,
             0.0 if on_cpu else numel * reduced / rates.bus_bytes_per_s,
             update_bytes / rates.update_bytes_per_s,
-            0.0 if stays else numel * compute.itemsize / rates.bus_bytes_per_s,
+            0.0 if stays else numel * part.compute.itemsize / rates.bus_bytes_per_s,
             in_file / walks if walks else 0.0,
             grads_bytes / writes if writes else 0.0,
             numel * master / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0,
@@ -281,31 +284,32 @@ _SUMS = ("down_s", "update_s", "up_s", "disk_s", "grads_s", "gather_s")
 _SUMS += ("disk_beside_s", "grads_beside_s", "gather_beside_s")
 
 
-def _bytes_in_file(buffer: Buffer, optimizer: OptimizerState, settings: Settings, offload: Offload) -> float:
+def _bytes_in_file(part: RankBuffer, optimizer: OptimizerState, offload: Offload) -> float:
     """Bytes for each element that an update reads from the file and writes there: half of them if it only reads."""
-    master = buffer.dtype.itemsize
+    master = part.dtype.itemsize
     found = master if offload.master == "disk" else 0.0
     found += optimizer.bytes_per_element(master) if offload.optimizer == "disk" else 0.0
-    grads = buffer.policy(settings.precision).reduced_dtype(buffer.dtype).itemsize / 2
+    grads = part.policy.reduced_dtype(part.dtype).itemsize / 2
     return found + (grads if offload.grads == "disk" else 0.0)
 
 
 def waiting_s(
     times: dict[str, UnitTimes],
     buffers: Sequence[Buffer],
-    offload: Offload,
+    settings: Settings,
     trace: Trace,
     device: Device,
-    num_micro: int = 1,
-    frozen_s: float = 0.0,
+    rates: HostRates,
 ) -> float:
-    """Seconds for which a step waits for the state that ``offload`` takes off the device.
+    """Seconds for which a step waits for state that is off the device.
 
-    Weights that are streamed, frozen ones in ``frozen_s``, cross the bus once more for each forward and each backward
-    of the step, which hides as much of that as it lasts. Gathers read weights from the file for the forward and the
-    backward of each of ``num_micro`` micro-batches: `gathers_s`; for the first forward only where it comes after the
-    updates: `read_again_s`.
+    Weights that are streamed cross the bus once more for each forward and each backward of the step, which hides as
+    much of that as it lasts. Gathers read weights from the file for the forward and the backward of each micro-batch:
+    `gathers_s`; for the first forward only where it comes after the updates: `read_again_s`.
     """
+    offload, num_micro = settings.offload, settings.num_micro
+    if offload is None:
+        return 0.0
     away = buffers_away(buffers, offload)
     units = {buffer.unit for buffer in buffers if buffer.name in away}
     here = [unit for name, unit in times.items() if name in units]
@@ -314,7 +318,10 @@ def waiting_s(
     if offload.weights == "disk":
         seconds += read_again_s(here, same_cores=same_cores)
         seconds += num_micro * gathers_s(here, backward=True) + (num_micro - 1) * gathers_s(here, backward=False)
-    streamed_s = frozen_s + (sum(unit.up_s for unit in here) if offload.weights == "host" else 0.0)
+    frozen = frozen_on_host(buffers, settings)
+    frozen_bytes = sum(_shard_bytes(RankBuffer(each, settings)) for each in buffers if each.name in frozen)
+    streamed_s = frozen_bytes / rates.bus_bytes_per_s
+    streamed_s += sum(unit.up_s for unit in here) if offload.weights == "host" else 0.0
     if streamed_s:
         passes = unit_seconds(trace, device)
         forward_s, backward_s = max(before for before, _ in passes.values()), max(left for _, left in passes.values())
@@ -322,25 +329,14 @@ def waiting_s(
     return seconds
 
 
-def frozen_s(buffers: Sequence[Buffer], offload: Offload, settings: Settings, rates: HostRates) -> float:
-    """Seconds in which the shards of frozen weights that are on the host are copied up once."""
-    names = frozen_on_host(buffers, settings.strategy, offload)
-    return sum(_shard_bytes(buffer, settings) for buffer in buffers if buffer.name in names) / rates.bus_bytes_per_s
-
-
-def _shard_bytes(buffer: Buffer, settings: Settings) -> int:
+def _shard_bytes(part: RankBuffer) -> int:
     """Bytes of a rank's shard of the weights in the compute dtype."""
-    layout = buffer.layout
-    numel = own_numel(layout, settings.rank) if settings.strategy.optim is SHARD else layout.padded_numel
-    return numel * buffer.policy(settings.precision).compute_dtype(buffer.dtype).itemsize
+    return part.updated_numel * part.compute.itemsize
 
 
 def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
     """The shortest decimal ``fraction`` of `Offload` with which the last ``num_units`` units leave, and no other."""
-    numels: dict[str, int] = {}
-    for buffer in buffers:
-        numels[buffer.unit] = numels.get(buffer.unit, 0) + buffer.layout.numel
-    sizes = list(numels.values())
+    sizes = list(unit_numels(buffers).values())
     if num_units >= len(sizes):
         return 1.0
     fewer, share = (
@@ -350,22 +346,20 @@ def share_of(buffers: Sequence[Buffer], num_units: int) -> float:
     return next((each for each in shorter if each > fewer), 0.0)
 
 
-def pinned_bytes(buffers: Sequence[Buffer], offload: Offload, settings: Settings) -> int:
+def pinned_bytes(buffers: Sequence[Buffer], settings: Settings) -> int:
     """Bytes of a rank's page-locked memory on a GPU: slots for copies, what is streamed, gradients on the host.
 
     They are locked in that order, each of the last two if the bound leaves room; gradients that it has none for come
     down through slots of their own.
     """
-    if settings.device_type != "cuda":
+    offload = settings.offload
+    if offload is None or settings.device_type != "cuda":
         return 0
-    away = buffers_away(buffers, offload)
-    shards = settings.strategy.optim is SHARD
-    chosen = [buffer for buffer in buffers if buffer.name in away]
-    numels = [own_numel(b.layout, settings.rank) if shards else b.layout.padded_numel for b in chosen]
-    sent = {*frozen_on_host(buffers, settings.strategy, offload), *(away if offload.weights == "host" else ())}
-    wanted = [room(_shard_bytes(buffer, settings)) for buffer in buffers if buffer.name in sent]
-    widths = [buffer.policy(settings.precision).reduced_dtype(buffer.dtype).itemsize for buffer in chosen]
-    wanted += [room(numel * width) for numel, width in zip(numels, widths, strict=True)][::-1]
+    away, parts = buffers_away(buffers, offload), [RankBuffer(buffer, settings) for buffer in buffers]
+    chosen = [part for part in parts if part.buffer.name in away]
+    sent = {*frozen_on_host(buffers, settings), *(away if offload.weights == "host" else ())}
+    wanted = [room(_shard_bytes(part)) for part in parts if part.buffer.name in sent]
+    wanted += [room(part.reduced_bytes) for part in reversed(chosen)]
     slot_bytes, through_slots = locked_slot_bytes(offload.pinned_bytes), False
     left = math.inf
     if offload.pinned_bytes is not None:

@@ -30,7 +30,7 @@ from zeroshard.lab.predict.actions import (
     Step,
     Wait,
 )
-from zeroshard.lab.predict.buffers import Buffer, own_numel
+from zeroshard.lab.predict.buffers import Buffer
 from zeroshard.lab.predict.engine import Change, EngineAction, recorded
 from zeroshard.lab.predict.memory import (
     DISK,
@@ -38,8 +38,9 @@ from zeroshard.lab.predict.memory import (
     SLOTS,
     WIDE_BYTES,
     OptimizerState,
+    RankBuffer,
     buffers_away,
-    state_bytes,
+    resident_bytes,
     watch_bytes,
 )
 from zeroshard.lab.predict.model_spans import ROOT, Event, Span, Trace
@@ -54,8 +55,8 @@ __all__ = ["Settings", "Step", "step_of"]
 def step_of(
     trace: Trace,
     buffers: Sequence[Buffer],
-    optimizer: OptimizerState,
     settings: Settings,
+    optimizer: OptimizerState,
     whole_optimizer: OptimizerState | None = None,
 ) -> Step:
     """Predict a step of one rank: the third step or a later one, when all states and buffers exist.
@@ -63,28 +64,16 @@ def step_of(
     Args:
         trace: the trace of a micro-batch.
         buffers: the model's flat buffers, root first, laid out for the ranks that shard together.
-        optimizer: the optimizer's states.
         settings: the engine's settings.
-        whole_optimizer: as `zeroshard.lab.predict.memory.state_bytes` takes it.
+        optimizer: the optimizer's states.
+        whole_optimizer: as `zeroshard.lab.predict.memory.resident_bytes` takes it.
     """
-    resident = state_bytes(
-        buffers,
-        settings.strategy,
-        settings.rank,
-        optimizer,
-        settings.precision,
-        whole_optimizer=whole_optimizer,
-        num_reductions=settings.num_reductions,
-        num_replicas=settings.num_replicas,
-        reproducible=settings.reproducible is not None,
-        device_type=settings.device_type,
-        offload=settings.offload,
-    )
+    resident = resident_bytes(buffers, settings, optimizer, whole_optimizer)
     num_taken = min(settings.num_micro, 3)  # [Note: Many micro-batches]
     syncs = tuple(settings.reduces_each_backward or micro == num_taken - 1 for micro in range(num_taken))
     events = tuple(span.event for span in trace.spans)
     actions = recorded(events, trace.units, tuple(buffers), replace(settings, num_micro=1, accumulate=None), syncs)
-    other_bytes = watch_bytes(buffers, settings.strategy, settings.precision, settings.offload, settings.device_type)
+    other_bytes = watch_bytes(buffers, settings)
     ledger = _Ledger(resident, trace, on_cpu=settings.device_type == "cpu", other_bytes=other_bytes)
     parts = [ledger.micro_batch(trace.spans, actions[micro]) for micro in range(num_taken)]
     ledger.update(_update_bytes(buffers, optimizer, settings))
@@ -197,84 +186,74 @@ def _update_bytes(buffers: Sequence[Buffer], optimizer: OptimizerState, settings
     Gradients are copied if they have another dtype: those of one buffer at a time, or of all (`OptimizerState.by_unit`)
     that are updated on the device.
     """
+    here = _trained(buffers, settings, here=settings.device_type == "cuda")
     if optimizer.by_unit:
-        found = [_copies_and_chunk(b, numel, optimizer, settings) for b, numel in _seen(buffers, settings)]
-        if optimizer.num_widened:
-            here = (b for b, _ in _seen(buffers, settings, here=settings.device_type == "cuda"))
-            found += [_widened_bytes(b, optimizer, settings) for b in here]
+        found = [_copies_and_chunk(part, optimizer) for part in _trained(buffers, settings)]
+        found += [_widened_bytes(part, optimizer) for part in here if optimizer.num_widened]
         return max(found, default=0)
-    here = [buffer for buffer, _ in _seen(buffers, settings, here=settings.device_type == "cuda")]
-    return sum(sum(_updated_numels(b, settings)) * b.dtype.itemsize for b in here if _copied(b, settings))
+    return sum(sum(_updated_numels(part)) * part.dtype.itemsize for part in here if _copied(part))
 
 
-def _copies_and_chunk(buffer: Buffer, numel: int, optimizer: OptimizerState, settings: Settings) -> int:
-    copies, numels = (
-        numel * buffer.dtype.itemsize if _copied(buffer, settings) else 0,
-        _updated_numels(buffer, settings),
-    )
-    return copies + optimizer.chunk_bytes(max(numels, default=0), buffer.dtype.itemsize, settings.device_type)
+def _copies_and_chunk(part: RankBuffer, optimizer: OptimizerState) -> int:
+    copies = part.updated_numel * part.dtype.itemsize if _copied(part) else 0
+    numel = max(_updated_numels(part), default=0)
+    return copies + optimizer.chunk_bytes(numel, part.dtype.itemsize, part.settings.device_type)
 
 
-def _widened_bytes(buffer: Buffer, optimizer: OptimizerState, settings: Settings) -> int:
+def _widened_bytes(part: RankBuffer, optimizer: OptimizerState) -> int:
     """Bytes of a part of a buffer's states, widened, and of copied gradients."""
-    numels, most = _updated_numels(buffer, settings), most_at_once(settings.device_type)
-    copies = sum(numels) * buffer.dtype.itemsize if _copied(buffer, settings) else 0
+    device_type = part.settings.device_type
+    numels, most = _updated_numels(part), most_at_once(device_type)
+    copies = sum(numels) * part.dtype.itemsize if _copied(part) else 0
     wide = min(sum(numels), most) * optimizer.num_widened * WIDE_BYTES  # beside those in fewer bits, which stay
-    scratch = scratch_bytes(min(max(numels, default=0), most), settings.device_type, codes=optimizer.block > 1)
+    scratch = scratch_bytes(min(max(numels, default=0), most), device_type, codes=optimizer.block > 1)
     return copies + wide + (scratch if wide else 0)
 
 
-def _updated_numels(buffer: Buffer, settings: Settings) -> list[int]:
+def _updated_numels(part: RankBuffer) -> list[int]:
     """Elements of each piece of a buffer that this rank's optimizer updates; of tensors if it is replicated."""
-    layout = buffer.layout
-    sharded = settings.strategy.optim is SHARD and layout.world_size > 1
-    pieces = layout.owned(settings.rank) if sharded else layout.pieces(0, layout.padded_numel)
+    layout = part.layout
+    pieces = layout.pieces(0, layout.padded_numel) if part.owner is None else layout.owned(part.owner)
     return [piece.numel for piece in pieces]
 
 
-def _copied(buffer: Buffer, settings: Settings) -> bool:
+def _copied(part: RankBuffer) -> bool:
     """Whether an optimizer is shown copies of its gradients, because they have another dtype than the master."""
-    return settings.precision.reduced_dtype(buffer.dtype) != buffer.dtype
+    return part.policy.reduced_dtype(part.dtype) != part.dtype
 
 
-def _seen(buffers: Sequence[Buffer], settings: Settings, *, here: bool = False) -> list[tuple[Buffer, int]]:
-    """The trained buffers, each with the number of elements (padding included) that this rank's optimizer updates.
-
-    ``here``: those alone that are updated on the device, or on the CPU, before a step is over.
-    """
+def _trained(buffers: Sequence[Buffer], settings: Settings, *, here: bool = False) -> list[RankBuffer]:
+    """The trained buffers; ``here``: those alone that are updated on the device, or on the CPU, within the step."""
     away = buffers_away(buffers, settings.offload) if here else ()
-    shard_optim = settings.strategy.optim is SHARD and _num_shards(buffers) > 1
-    trained = (buffer for buffer in buffers if buffer.trained and buffer.name not in away)
-    rank = settings.rank
-    return [(b, own_numel(b.layout, rank) if shard_optim else b.layout.padded_numel) for b in trained]
+    return [RankBuffer(buffer, settings) for buffer in buffers if buffer.trained and buffer.name not in away]
 
 
 def _update(buffers: Sequence[Buffer], optimizer: OptimizerState, settings: Settings) -> Iterator[Action]:
     """Actions of the gradient norm, clipping and the optimizer's step."""
-    num_shards = _num_shards(buffers)
+    num_shards = max((buffer.layout.world_size for buffer in buffers), default=1)
     shard_optim = settings.strategy.optim is SHARD and num_shards > 1
-    seen, precision = _seen(buffers, settings), settings.precision
+    trained = _trained(buffers, settings)
 
     def passes(num: int) -> Iterator[Compute]:
-        for buffer, numel in seen:
-            num_bytes = num * numel * precision.reduced_dtype(buffer.dtype).itemsize
-            yield Compute((Work(0, num_bytes, dtype_name(buffer.dtype)),))
+        for part in trained:
+            yield Compute((Work(0, num * part.reduced_bytes, dtype_name(part.dtype)),))
 
     if settings.agrees:
         yield from _control(-1, "all_reduce", 24, num_shards * settings.num_replicas)
     if settings.clips:
         yield from passes(1)
-        if seen and shard_optim:
+        if trained and shard_optim:
             yield from _control(-2, "all_gather", 8 * (settings.reproducible or num_shards), num_shards)
         yield from passes(2)  # of gradients on the host, the factor is a part of the update
     # The update reads gradient, master and states, and writes all but the gradient.
-    for buffer, numel in _seen(buffers, settings, here=True):
-        master, reduced = buffer.dtype.itemsize, precision.reduced_dtype(buffer.dtype).itemsize
+    for part in _trained(buffers, settings, here=True):
+        numel, master = part.updated_numel, part.dtype.itemsize
+        reduced = part.policy.reduced_dtype(part.dtype).itemsize
         num_bytes = numel * (reduced + 2 * master + optimizer.step_bytes(master))
         if reduced != master:  # a wide copy is written, and read
             num_bytes += numel * 2 * master
         num_bytes *= optimizer.cpu_factor if settings.device_type == "cpu" else 1
-        yield Compute((Work(0, round(num_bytes), dtype_name(buffer.dtype)),))
+        yield Compute((Work(0, round(num_bytes), dtype_name(part.dtype)),))
 
 
 def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[Action]:
@@ -282,7 +261,3 @@ def _control(number: int, op: str, num_bytes: int, world_size: int) -> Iterator[
         message = Message(op, num_bytes, CONTROL, CONTROL, world_size)
         yield Issue(number, message, control=True)
         yield Wait(number)
-
-
-def _num_shards(buffers: Sequence[Buffer]) -> int:
-    return max((buffer.layout.world_size for buffer in buffers), default=1)

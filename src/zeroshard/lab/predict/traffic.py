@@ -32,36 +32,33 @@ from zeroshard.lab.predict.step import step_of
 from zeroshard.zero import MixedPrecision, ShardingStrategy
 
 
-def messages(buffers: Sequence[Buffer], *args: Any, **settings: Any) -> list[Message]:
-    """The collectives of any step but the first, in the order of issue; arguments as of `collectives`."""
-    return collectives(buffers, *args, **settings).messages()
-
-
-def collectives(
+def messages(
     buffers: Sequence[Buffer],
     strategy: ShardingStrategy,
     precision: MixedPrecision | None = None,
     *,
     flows: Sequence[bool] | None = None,
     **settings: Any,
-) -> Step:
+) -> list[Message]:
+    """The collectives of any step but the first, in the order of issue: `collectives` with these `Settings`."""
+    chosen = Settings(strategy, precision or MixedPrecision(), **settings)
+    return collectives(buffers, chosen, flows=flows).messages()
+
+
+def collectives(buffers: Sequence[Buffer], settings: Settings, *, flows: Sequence[bool] | None = None) -> Step:
     """A step, any but the first, in which nothing is computed: its collectives are those of a model's.
 
     The result is right for a model that calls each unit once, in the order of ``buffers``.
 
     Args:
-        buffers: the model's flat buffers, root first, laid out for the world size, or for the ``shard_size`` if there
-            is one.
-        strategy: the row of the stage table.
-        precision: the dtype policy.
+        buffers: the model's flat buffers, root first, laid out for the ranks that shard together.
+        settings: the engine's settings; what a step does beside its collectives has no effect.
         flows: for each unit but the root, whether a backward goes through it; None: through all of them.
-        settings: the other fields of `Settings`.
     """
     units = tuple(dict.fromkeys(buffer.unit for buffer in buffers if buffer.unit != "root"))
     events = list(_events([True] * len(units) if flows is None else flows))
     trace = Trace(units, tuple(map(Span, events)), input_bytes=0, tokens=0)
-    chosen = Settings(strategy, precision or MixedPrecision(), **settings)
-    return step_of(trace, buffers, OptimizerState(0), chosen)
+    return step_of(trace, buffers, settings, OptimizerState(0))
 
 
 def flows_of(buffers: Iterable[Buffer]) -> list[bool]:

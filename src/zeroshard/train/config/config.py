@@ -292,7 +292,7 @@ class TrainConfig(EngineConfig, RunTables):
         check_wire(self.wire, self.strategy)
         check_offload(self.offload, self.strategy, local_steps=self.local_steps.on)
         check_base(self, "" if strategy.planned else ", ".join(strategies_with("planned")))
-        rules.check_cut("seq_len", self.seq_len, self.sequence_parallel)
+        rules.check_cut(self.seq_len, self.sequence_parallel)
         if self.shard_size and not (strategy.planned and (strategy.stage or self.local_steps.on)):
             what = f"{self.strategy} does not shard with zeroshard's engine"
             sharding = [name for name in strategies_with("planned") if STRATEGIES[name].stage]

@@ -177,7 +177,7 @@ def _model(
 def _share_sequences(
     model: LanguageModel, config: EvalConfig, comm: Communicator, seq_len: int, device: torch.device
 ) -> None:
-    rules.check_cut("seq_len", seq_len, config.sequence_parallel)
+    rules.check_cut(seq_len, config.sequence_parallel)
     model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=seq_len))
 
 

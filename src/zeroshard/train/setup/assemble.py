@@ -60,7 +60,7 @@ def check_model(config: TrainConfig) -> None:
     """Raise UserError if the model's settings are wrong or ``seq_len`` is too long for it; builds nothing."""
     sizes = model_config(config.model.name, overrides=model_overrides(config.model))
     longest = sizes.seq_len
-    rules.check_heads("sequence_parallel", config.sequence_parallel, sizes.n_head)
+    rules.check_heads(config.sequence_parallel, sizes.n_head)
     if config.seq_len > longest:
         what = f"{config.seq_len} is above the {longest} of {config.model.name}"
         raise UserError("seq_len", what, f"use {longest} or less, or a model with longer sequences")

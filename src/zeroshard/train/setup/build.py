@@ -1,8 +1,8 @@
 """Builds a `Run` from a configuration; `zeroshard.train.loop.loop.train` reads only the `Run`.
 
-Order matters. First come the checks that need no work. Then rank 0 does what one rank must do alone (prepare the data,
-create the run folder), and tells the others its outcome. Then every rank builds its own part: data, plans, model and
-engine, the run, what it resumes from, and what takes part in it beside its steps.
+Order matters. First come the checks that need no other rank, then ranks connect. Then rank 0 does what one rank must do
+alone (prepare the data, create the run folder), and tells the others its outcome. Then every rank builds its own part:
+data, plans, model and engine, the run, what it resumes from, and what takes part in it beside its steps.
 """
 
 from __future__ import annotations
@@ -63,11 +63,8 @@ def built(config: TrainConfig, predict: Predict | None = None, fit: Fit | None =
         UserError: the configuration cannot be satisfied here; raised on every rank.
     """
     world = world_from_env() or World()
-    config = with_model_files(with_initial_run(config))
     device = choose_device(config.device, world.local_rank)
-    config = on_device(config, device)
-    assemble.check_model(config)
-    describe(device, config.kernels)  # raises if the kernels asked for are not available here
+    config = _ready(config, device)
     with ExitStack() as stack:
         links, facts = Links.of(config.link), start_facts(config.model_dump())
         joined = join(world, config.comm, config.strategy, device, stack, facts, links, overlap=config.overlap)
@@ -76,7 +73,7 @@ def built(config: TrainConfig, predict: Predict | None = None, fit: Fit | None =
             saved = checkpoint.latest(checkpoint_folder(Path(config.out)))
             if config.resume in ("none", "auto") or saved is not None:
                 config = config.model_copy(update={"resume": "auto"})
-        run = build_run(config, joined.comm, device, predict, joined.link, fit)
+        run = _built(config, joined.comm, device, predict, fit, joined.link)
         stack.callback(run.close)
         yield run
 
@@ -86,39 +83,50 @@ def build_run(
     comm: Communicator,
     device: torch.device,
     predict: Predict | None = None,
-    link: Mapping[str, Any] | None = None,
     fit: Fit | None = None,
 ) -> Run:
-    """Build one rank's part of a run; collective.
+    """Build one rank's part of a run over ranks that are connected already; collective.
 
     ``predict`` makes the plan that the run is compared with, and those by which the strategy ``auto`` chooses a stage;
-    None: there is no plan, and ``auto`` starts at stage 0. ``link``: as `Links.probed` has measured it. ``fit`` makes
-    a run fit that asks for it; None: it is as given.
+    None: there is no plan, and ``auto`` starts at stage 0. ``fit`` makes a run fit that asks for it; None: it is as
+    given.
 
     Raises:
         UserError: as `built`.
     """
+    return _built(_ready(config, device), comm, device, predict, fit, {})
+
+
+def _ready(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """Fill in what files and the device decide. Raises UserError for what can be known without other ranks."""
     config = on_device(with_model_files(with_initial_run(config)), device)
-    _check(config, comm, device)
+    check_products(config, device)
+    assemble.check_model(config)
+    assemble.check_adapters(config)
+    require_trackers(config.track)
+    users_classes(config)
+    describe(device, config.kernels)  # raises if the kernels asked for are not available here
+    return config
+
+
+def _built(
+    config: TrainConfig,
+    comm: Communicator,
+    device: torch.device,
+    predict: Predict | None,
+    fit: Fit | None,
+    link: Mapping[str, Any],
+) -> Run:
+    """Make the run fit if it asks for that, and build it; ``link``: as `Links.probed` has measured it. Collective."""
+    assemble.check_shard_size(config, comm.world_size)
+    accumulation_steps(config, comm.world_size)  # raises if the batch does not divide
     with (
         claimed(Path(config.out), comm, resuming=config.resume != "none") as lock,
         checkpoint.parsed_once(),
     ):
         config, fitting = made_to_fit(config, comm, device, fit)
         with fitting.pulls_next_lever(lambda: "before the first step") if fitting else nullcontext():
-            return _assembled(config, comm, device, lock, predict, link or {}, fitting)
-
-
-def _check(config: TrainConfig, comm: Communicator, device: torch.device) -> None:
-    """Raise UserError for what can be known before any work is done."""
-    check_products(config, device)
-    assemble.check_model(config)
-    assemble.check_adapters(config)
-    require_trackers(config.track)
-    users_classes(config)
-    assemble.check_shard_size(config, comm.world_size)
-    describe(device, config.kernels)  # raises if the kernels asked for are not available here
-    accumulation_steps(config, comm.world_size)  # raises if the batch does not divide
+            return _assembled(config, comm, device, lock, predict, link, fitting)
 
 
 def _assembled(

@@ -71,7 +71,7 @@ class RankGroups:
         if shard_size is not None:
             rules.check_shard_size(shard_size, world_size)
         if reproducible is not None:  # ranks share micro-batches evenly, and exchange their gradients
-            rules.check_reproducible("reproducible", reproducible, world_size)
+            rules.check_reproducible(reproducible, world_size)
             if world_size > 1 and not hasattr(comm, "all_to_all"):
                 what = f"reproducible sums exchange gradients, and a {type(comm).__name__} has no all_to_all"
                 raise ValueError(f"comm: {what}; give it one")
