@@ -9,11 +9,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -91,6 +93,34 @@ def runs_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     `torch.compiler.disable` imports it at once. `Optimizer.add_param_group` is decorated in this way.
     """
     return _disable_dynamo(function)
+
+
+# -- collectives ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def before_collectives(check: Callable[[Tensor], None]) -> None:
+    """Call ``check`` with each tensor that a function of `torch.distributed` is given from now on.
+
+    No public way: what is not a tensor with ``__torch_dispatch__`` goes to C++, which takes its address. The functions
+    check the types of their arguments by two of their own, and nothing else is alike in all of them.
+    """
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    check_one, check_list = distributed_c10d._check_single_tensor, distributed_c10d._check_tensor_list
+
+    def of_one(param: Any, param_name: str) -> None:
+        check_one(param, param_name)
+        check(param)
+
+    def of_list(param: Any, param_name: str) -> None:
+        check_list(param, param_name)
+        for each in param:
+            check(each)
+
+    vars(distributed_c10d).update(_check_single_tensor=of_one, _check_tensor_list=of_list)
 
 
 # -- tensors --------------------------------------------------------------------------------------------------------

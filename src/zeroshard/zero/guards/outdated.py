@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zeroshard.host.torch_internals import (
     UNWATCHED,
     as_plain,
+    before_collectives,
     compiler_looks,
     is_functorch_wrapped_tensor,
     storage_id,
@@ -40,6 +41,7 @@ class WatchedReads(Reads):
     """Watches reads of the weights of one engine: [Note: Read between steps]."""
 
     def __init__(self, runtime: Runtime) -> None:
+        before_collectives(_given_to_collective)
         self._runtime = weakref.ref(runtime)
         self._watches: weakref.WeakKeyDictionary[FlatParams, dict[bool, Watch]] = weakref.WeakKeyDictionary()
         self._warned = False
@@ -194,6 +196,22 @@ def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func == _ASSIGNS or name in _IN_PLACE or (name.endswith("_") and not name.startswith("__")):
         return tree_leaves(args[0]) if args else tree_leaves(kwargs)
     return tree_leaves(kwargs["out"]) if "out" in kwargs else []
+
+
+def _given_to_collective(tensor: Tensor) -> None:
+    """Before a collective of torch.distributed, which takes memory as it lies: gloo would write beside the one NaN."""
+    if isinstance(tensor, _Outdated):
+        name_of = type(tensor)._zeroshard_name
+        if name_of is None:
+            type(tensor)._zeroshard_read()
+            return
+        name = name_of(tensor)
+    elif isinstance(tensor, _ShardedView):
+        name = "weights"
+    else:
+        return
+    what = "a collective was given it while the weights were sharded, and one NaN stands for all of its elements"
+    raise RuntimeError(f"{name}: {what}; call it inside zero.full_params(write_back=True), on every rank")
 
 
 def _refused(name: str, *, assigned: bool) -> RuntimeError:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm import CONTROL, labelled
-from zeroshard.host.torch_internals import UNWATCHED, in_backward, tree_map, wrapper_without_memory
+from zeroshard.host.torch_internals import UNWATCHED, in_backward, tree_leaves, tree_map, wrapper_without_memory
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.gradients import norm_of, norm_of_partials
 
@@ -150,6 +150,8 @@ class ShardedGrad(Tensor):
             found = special(func, args, kwargs)
             if found is not NotImplemented:
                 return found
+        if func.namespace == "c10d":
+            _require_read_only(func, args, kwargs)
         written = _written(func, args, kwargs)
         if written:
             return _write(func, args, kwargs, written)
@@ -271,6 +273,22 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
             values = value if isinstance(value, list | tuple) else [value]
             found += [each for each in values if isinstance(each, ShardedGrad)]
     return found
+
+
+def _require_read_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError for a gradient into which a collective of torch.distributed would write.
+
+    Their schemas do not say what they write: it is all but what is called an input, and what is sent.
+    """
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name.startswith("input") or func.overloadpacket is torch.ops.c10d.send:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, ShardedGrad) for leaf in tree_leaves(value)):
+            raise RuntimeError(
+                "param.grad: a collective of torch.distributed would write into it, and it is averaged over the ranks "
+                "already; leave the collective out, or give it param.grad.full_tensor()"
+            )
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[ShardedGrad]) -> Any:
