@@ -28,12 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     asked.add_argument("folder", type=Path)
     asked.add_argument("--costs", action="store_true", help="print what the dearest cost, and trace no lines")
     asked.add_argument("tests", nargs="+", help="as pytest takes them")
+    asked = verbs.add_parser("join", help="make one record of several, of different tests")
+    asked.add_argument("folder", type=Path)
+    asked.add_argument("parts", nargs="+", type=Path)
     asked = verbs.add_parser("try", help="draw mistakes and find a test that sees each")
     asked.add_argument("folder", type=Path)
     asked.add_argument("--num", type=int, default=100, help="mistakes (default: 100)")
     asked.add_argument("--seed", type=int, default=1)
     asked.add_argument("--below", default="", help="only in files of the package whose names begin so: optim/")
     asked.add_argument("--cpu-limit-s", type=float, default=30.0, help="of one mistake (default: 30)")
+    asked.add_argument("--share", default="0/1", help="0/2 or 1/2: every second one, for two processes")
     asked = verbs.add_parser("choose", help="say what a cover costs, and mark what is outside of it")
     asked.add_argument("folder", type=Path)
     asked.add_argument("--write", action="store_true", help="change the tests' files")
@@ -45,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         record.combine(folder)
         return int(status) or (_dearest(folder) if given.costs else 0)
     if given.verb == "try":
-        return _try(folder, given.num, given.seed, given.below, given.cpu_limit_s)
+        return _try(folder, given.num, given.seed, given.below, given.cpu_limit_s, given.share)
+    if given.verb == "join":
+        record.join(folder, given.parts)
+        return 0
     return _choose(folder, given.write, given.whole)
 
 
@@ -68,17 +75,19 @@ def _cover(folder: Path) -> tuple[dict[str, float], dict[tuple[str, int], set[st
     return costs, lines, choice.cover(costs, lines.values(), needed | choice.promised(costs))
 
 
-def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float) -> int:
+def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float, share: str) -> int:
     costs, lines, chosen = _cover(folder)
     chosen = choice.cautious(costs, lines.values(), chosen)
     tried = {(row[0], row[1]) for row in _rows(folder)}
     wanted = []
     for mistake in mistakes.drawn([line for line in lines if line[0].startswith(below)], num, seed):
         if (mistake.file, mistake.number) not in tried:
-            tests = lines[mistake.file, mistake.change.line] & costs.keys()
-            wanted.append((mistake, sorted(tests, key=lambda test: (test not in chosen, costs[test], test))))
+            tests = {test: costs[test] for test in lines[mistake.file, mistake.change.line] & costs.keys()}
+            wanted.append((mistake, choice.likeliest(tests, mistake.file, chosen)))
     random.Random(seed).shuffle(wanted)
-    plugin = trials.Trials(folder, wanted, cpu_limit_s)
+    first, step = map(int, share.split("/"))
+    wanted = wanted[first::step]
+    plugin = trials.Trials(folder, wanted, costs, cpu_limit_s)
     files = sorted({test.partition("::")[0] for _, tests in wanted for test in tests})
     status = pytest.main([*QUIET, "-s", *files], plugins=[plugin])
     new = _rows(folder)[-len(wanted) :] if wanted else []
@@ -99,10 +108,14 @@ def _choose(folder: Path, write: bool, whole: bool) -> int:
     for test in chosen:
         of_files[test.partition("::")[0]] += 1
     print("files without a test in the cover:", *[file for file, num in of_files.items() if num == 0], sep="\n  ")
-    if not whole:
-        chosen = choice.cautious(costs, lines.values(), chosen)
-        seconds = sum(costs[test] for test in chosen)
-        print(f"with cheap ones, and one of each function: {len(chosen)} tests, {seconds:.0f} s")
+    all_lines = lines.values()
+    if whole:
+        chosen = choice.cautious(costs, all_lines, chosen, choice.of_mutants(), choice.CHEAP_AFTER_A_THOUSAND_S)
+    else:
+        chosen = choice.cautious(costs, all_lines, chosen)
+    seconds = sum(costs[test] for test in chosen)
+    of_each = "of each function" + (" that a mutant names" if whole else "")
+    print(f"with cheap ones, and one {of_each}: {len(chosen)} tests, {seconds:.0f} s")
     if write:
         saved = choice.mark(costs, chosen)
         subprocess.run([sys.executable, "-m", "ruff", "format", "-q", *saved], cwd=ROOT, check=True)

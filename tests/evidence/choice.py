@@ -13,13 +13,16 @@ from mutants.catalogue import ROOT, catalogue
 MARK = "pytest.mark.redundant"
 # What a test costs beside what its functions do: to collect it, to set it up, to tell of it.
 FIXED_S = 0.01
-# A mark is something to read: it must save so many seconds, and name so few combinations that stay.
-WORTH_S, MOST_NAMED = 0.5, 12
-CHEAP_S = 0.1
+# A mark is something to read: it must save so many seconds, more where a mutant names the function, as its mutants are
+# then to be made again, and name so few combinations that stay.
+WORTH_S, WORTH_OF_A_MUTANT_S, MOST_NAMED = 0.2, 0.7, 12
+CHEAP_S, CHEAP_AFTER_A_THOUSAND_S = 0.1, 0.02
 # What is promised outside: documents, refusals, layers, budgets; tables of which each row is a promise of its own.
 PROMISED = ("tests/docs/", "tests/budgets/", "tests/mutants/", "tests/test_", "tests/train/test_plan_contract.py")
 PROMISED += ("tests/train/test_hugging_face.py::test_each_architecture", "tests/train/test_saving.py::test_which_")
-PROMISED += ("tests/lab/test_published.py", "tests/lab/test_accounting.py")
+PROMISED += ("tests/lab/test_published.py", "tests/lab/test_accounting.py", "tests/cli/", "tests/packaging/")
+# Processes that are killed, whose lines no record has; kernels that are compiled, of which Python's lines say nothing.
+PROMISED += ("tests/faults/", "tests/kernels/test_compiles.py")
 
 
 def cover(costs: Mapping[str, float], lines: Iterable[Collection[str]], needed: Collection[str]) -> set[str]:
@@ -57,33 +60,60 @@ def promised(tests: Iterable[str]) -> set[str]:
     A mutant that names a function asks for one of its combinations, whichever sees it: ``make mutants`` says whether
     those that stay do.
     """
-    of_mutants = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
-    named = {test for test in of_mutants if "[" in test}
+    by_mutants = {test for mutant in catalogue() for test in mutant.tests if "::" in test}
+    named = {test for test in by_mutants if "[" in test}
     for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "docs" / "promises.toml", ROOT / "README.md"]:
         found = re.findall(r"tests/[\w/]+\.py::\w+(?:\[[^\]\s]+\])?", page.read_text(encoding="utf-8"))
-        named |= {test for test in found if test not in of_mutants}
+        named |= {test for test in found if test not in by_mutants}
     return {test for test in tests if test.startswith(PROMISED) or not named.isdisjoint((test, test.partition("[")[0]))}
 
 
-def cautious(costs: Mapping[str, float], lines: Iterable[Collection[str]], chosen: Collection[str]) -> set[str]:
-    """``chosen``, all tests that are cheap, and of each function that then has none the one that runs most lines.
+def of_mutants() -> set[str]:
+    """The functions that mutants name."""
+    return {test.partition("[")[0] for mutant in catalogue() for test in mutant.tests if "::" in test}
+
+
+def cautious(
+    costs: Mapping[str, float],
+    lines: Iterable[Collection[str]],
+    chosen: Collection[str],
+    functions: Collection[str] | None = None,
+    cheap_s: float = CHEAP_S,
+) -> set[str]:
+    """``chosen``, all tests that are cheap, and of each function, or of these, that then has none the one that runs
+    most lines.
 
     While few mistakes were tried, what a function alone asserts may be seen by no mistake that was drawn; of its
     combinations of parameters that is less likely.
     """
     num_lines = Counter(test for tests in lines for test in tests)
-    found = {*chosen, *(test for test, seconds in costs.items() if seconds < CHEAP_S)}
+    found = {*chosen, *(test for test, seconds in costs.items() if seconds < cheap_s)}
     have = {test.partition("[")[0] for test in found}
     for test in sorted(costs, key=lambda test: (-num_lines[test], costs[test], test)):
-        if test.partition("[")[0] not in have:
-            have.add(test.partition("[")[0])
+        function = test.partition("[")[0]
+        if function not in have and (functions is None or function in functions):
+            have.add(function)
             found.add(test)
     return found
+
+
+def likeliest(costs: Mapping[str, float], source: str, chosen: Collection[str]) -> list[str]:
+    """These tests in the order in which they see a mistake of a source soonest: cheap ones, of a file or a folder that
+    has its name, and ``chosen`` ones."""
+    folder, _, name = source.removesuffix(".py").rpartition("/")
+
+    def cost(test: str) -> float:
+        file = test.partition("::")[0]
+        near = (4 if name in file else 1) * (2 if f"tests/{folder}/" in file else 1) * (2 if test in chosen else 1)
+        return (costs[test] + 0.05) / near
+
+    return sorted(costs, key=lambda test: (cost(test), test))
 
 
 def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float]:
     """Write into the tests' files which are not chosen; by file the seconds that this saves."""
     saved: dict[str, float] = {}
+    of_mutant = of_mutants()
     of_file: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for test in costs:
         file, _, name = test.partition("::")
@@ -95,7 +125,8 @@ def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float
         for name, tests in functions.items():
             kept = [test for test in tests if test in chosen]
             seconds = sum(costs[test] + FIXED_S for test in tests if test not in chosen)
-            if len(kept) < len(tests) and len(kept) <= MOST_NAMED and seconds >= WORTH_S * max(1, len(kept)):
+            worth = WORTH_OF_A_MUTANT_S if tests[0].partition("[")[0] in of_mutant else WORTH_S
+            if len(kept) < len(tests) and len(kept) <= MOST_NAMED and seconds >= worth * max(1, len(kept)):
                 ids = [test.partition("[")[2].removesuffix("]") for test in kept]
                 marks[name] = f"@{MARK}" + (f"(but={json.dumps(ids, ensure_ascii=False)})" if ids else "")
                 saved[file] = saved.get(file, 0.0) + seconds

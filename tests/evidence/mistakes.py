@@ -11,6 +11,7 @@ import ast
 import copy
 import gc
 import random
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,7 @@ SHIFTED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 LEFT_OUT = {"clone", "contiguous", "detach", "wait"}  # x.clone() becomes x
 SKIPPED_FIELDS = {"annotation", "returns", "decorator_list", "args", "msg"}  # of a function, an assertion
 Changed = list[tuple[str, ast.AST]]
+_functions: dict[str, list[FunctionType]] = defaultdict(list)
 
 
 @dataclass
@@ -77,15 +79,23 @@ class Mistake:
         before, after = (_codes(compile(code, path, "exec", dont_inherit=True)) for code in (source, tree))
         new = {key: code for key, code in after.items() if before.get(key) != code}
         import_file(self.file)
-        gc.unfreeze()  # the collector names only what it watches
-        live = [each for each in gc.get_objects() if type(each) is FunctionType and each.__code__.co_filename == path]
-        gc.freeze()
+        live = (_functions or find_functions()).get(path, [])
         changed = [(each, new[_key(each.__code__)]) for each in live if _key(each.__code__) in new]
         if any(len(each.__code__.co_freevars) != len(code.co_freevars) for each, code in changed):
             return False
         for function, code in changed:
             function.__code__ = code
         return bool(changed)
+
+
+def find_functions() -> dict[str, list[FunctionType]]:
+    """By source, the functions that this process has; of a process that will fork, all of its forks have them."""
+    gc.unfreeze()  # the collector names only what it watches
+    for each in gc.get_objects():
+        if type(each) is FunctionType:
+            _functions[each.__code__.co_filename].append(each)
+    gc.freeze()
+    return _functions
 
 
 def drawn(lines: Collection[tuple[str, int]], num: int, seed: int) -> list[Mistake]:

@@ -35,6 +35,9 @@ disable_warnings = no-data-collected,module-not-measured,couldnt-parse
 """
 
 
+LINES = "lines.sqlite"
+
+
 def cpu_s() -> float:
     """Seconds of the processor that this process and its children, as far as it has waited for them, have had."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -79,11 +82,24 @@ class Recorder:
 
 
 def combine(folder: Path) -> None:
-    """Make one file of all processes' lines."""
-    files = [str(path) for path in (folder / "lines").iterdir()]
+    """Make one file of all processes' lines, beside those that are known."""
+    _add(folder, [str(path) for path in (folder / "lines").iterdir()])
+
+
+def join(folder: Path, parts: list[Path]) -> None:
+    """Make a record of several, of different tests: several processes may record beside each other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("costs.jsonl", "programs.jsonl"):
+        with (folder / name).open("a") as file:
+            file.writelines((part / name).read_text() for part in parts if (part / name).exists())
+    _add(folder, [str(part / LINES) for part in parts])
+
+
+def _add(folder: Path, files: list[str]) -> None:
     if files:
-        whole = coverage.Coverage(data_file=str(folder / "lines.sqlite"), config_file=False)
-        whole.combine(files, strict=False)
+        whole = coverage.Coverage(data_file=str(folder / LINES), config_file=False)
+        whole.load()
+        whole.combine(files, strict=False, keep=files[0].endswith(LINES))
         whole.save()
 
 
@@ -106,7 +122,7 @@ def costs(folder: Path) -> dict[str, float]:
 def tests_of_lines(folder: Path) -> dict[tuple[str, int], set[str]]:
     """By file, below the package's folder, and line: which tests run it."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
-    with sqlite3.connect(folder / "lines.sqlite") as data:
+    with sqlite3.connect(folder / LINES) as data:
         rows = data.execute(
             "select file.path, context.context, numbits from line_bits join file on file.id = file_id"
             " join context on context.id = context_id"

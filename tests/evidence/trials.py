@@ -1,14 +1,17 @@
 """Which test sees a mistake: each is made in a fork of a process that has collected the tests.
 
-Only tests that run the line are tried: first those of the cover that is known so far, then the others, cheapest first,
-until one fails. A test that fails in a fork without any mistake sees nothing, and is left out.
+Only tests that run the line are tried until one fails: first those that have seen others in the file, then those that
+are likeliest for what they cost. A test that fails in a fork without any mistake sees nothing, and is left out.
 """
 
 import json
 import os
 import select
+import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,9 +19,9 @@ import pytest
 
 import forked
 import observed
-from evidence.mistakes import Mistake, import_file
-from evidence.record import cpu_s
+from evidence.mistakes import Mistake, find_functions, import_file
 
+START_S = 15.0  # by the clock, of what is no test's own
 SEEN, UNSEEN, HUNG, STOPPED, NOT_MADE = "seen", "UNSEEN", "hung", "stopped", "not made"
 
 
@@ -28,16 +31,24 @@ class Trials:
     Args:
         folder: of the record.
         mistakes: to try, each with the tests that may see it, in order.
-        cpu_limit_s: of one mistake; then it is "stopped".
-        limit_s: for one test, by the clock; then it is "hung".
+        costs: of tests, in seconds of the processor.
+        cpu_limit_s: of one mistake, by the costs of tests; where there are more tests it is "stopped".
+        slower: so many times its cost may a test take by the clock, and `START_S`; then it is "hung".
     """
 
     def __init__(
-        self, folder: Path, mistakes: list[tuple[Mistake, list[str]]], cpu_limit_s: float = 30.0, limit_s: float = 120.0
+        self,
+        folder: Path,
+        mistakes: list[tuple[Mistake, list[str]]],
+        costs: Mapping[str, float],
+        cpu_limit_s: float = 30.0,
+        slower: float = 20.0,
     ) -> None:
-        self.folder, self.mistakes, self.cpu_limit_s, self.limit_s = folder, mistakes, cpu_limit_s, limit_s
+        self.folder, self.mistakes, self.costs = folder, mistakes, costs
+        self.cpu_limit_s, self.slower = cpu_limit_s, slower
         self.failed = False
         self.sound: dict[str, bool] = {}  # whether it passes in a fork
+        self.have_seen: dict[str, Counter[str]] = defaultdict(Counter)  # by file, tests that have seen mistakes in it
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Called by pytest when tests are collected."""
@@ -46,8 +57,15 @@ class Trials:
         forked.connect().close()
         for file in sorted({mistake.file for mistake, _ in self.mistakes}):
             import_file(file)
+        find_functions()
         for place, (mistake, tests) in enumerate(self.mistakes):
-            verdict, test, tried = self.tried(session, mistake, [items[test] for test in tests if test in items])
+            have_seen = self.have_seen[mistake.file]
+            order = sorted((test for test in tests if test in items), key=lambda test: -have_seen[test])
+            sums = accumulate(self.costs[test] for test in order)
+            within = [test for test, seconds in zip(order, sums, strict=True) if seconds <= self.cpu_limit_s]
+            verdict, test, tried = self.tried(session, mistake, [items[test] for test in within])
+            verdict = STOPPED if verdict == UNSEEN and within != order else verdict
+            have_seen.update([test] if test else [])
             change = mistake.change
             row = [mistake.file, mistake.number, change.line, str(change), verdict, test, tried]
             with (self.folder / "mistakes.jsonl").open("a") as file:
@@ -86,7 +104,7 @@ class Trials:
         os.close(writing)
         tests, verdict = [""], HUNG
         answers = b""
-        while select.select([reading], [], [], self.limit_s)[0]:
+        while select.select([reading], [], [], START_S + self.slower * self.costs.get(tests[-1], 0.0))[0]:
             answers += (more := os.read(reading, 1 << 16))
             *whole, answers = answers.split(b"\n")
             for kind, _, test in (line.decode().partition(" ") for line in whole):
@@ -103,6 +121,7 @@ class Trials:
         except ProcessLookupError:
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        shutil.rmtree(_folder(session, child), ignore_errors=True)
         return verdict, tests[-1], len(tests) - 1
 
     def _run(
@@ -112,8 +131,7 @@ class Trials:
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
         folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]
-        given = folders.getbasetemp()
-        folders._basetemp, folders._given_basetemp = None, given / f"trial{os.getpid()}"
+        folders._basetemp, folders._given_basetemp = None, _folder(session, os.getpid())
         (self.folder / "cache").mkdir(exist_ok=True)
         (folders.getbasetemp() / ".cache").symlink_to(self.folder / "cache")  # compiled loops, which no mistake is in
         if mistake is not None:
@@ -121,17 +139,19 @@ class Trials:
             if not mistake.make():
                 os.write(answers, b"not-made\n")
                 return
-        began, verdict = cpu_s(), UNSEEN
+        verdict = UNSEEN
         for item, following in zip(items, [*items[1:], None], strict=True):
             os.write(answers, f"test {item.nodeid}\n".encode())
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.failed:
                 verdict = SEEN
                 break
-            if cpu_s() - began > self.cpu_limit_s:
-                verdict = STOPPED
-                break
         os.write(answers, f"{verdict}\n".encode())
+
+
+def _folder(session: pytest.Session, child: int) -> Path:
+    folders: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]
+    return folders.getbasetemp() / f"trial{child}"
 
 
 def _in_child(do: Callable[[], None]) -> NoReturn:
