@@ -78,6 +78,18 @@ def test_a_cover_has_what_is_needed_and_the_cheapest_of_the_rest():
     assert choice.cover(costs, lines, {"needed"}) == {"needed", "dear", "late"}
 
 
+def test_what_is_near_and_cheap_is_tried_first_and_one_test_stays_of_a_function_that_is_named():
+    costs = {
+        "tests/a/test_far.py::test": 0.1,
+        "tests/zero/test_near.py::test": 0.2,
+        "tests/zero/test_near.py::test_2": 9,
+    }
+    near, far = choice.likeliest(costs, "zero/near.py", ()), choice.likeliest(costs, "lab/other.py", ())
+    assert [near[0], far[0]] == ["tests/zero/test_near.py::test", "tests/a/test_far.py::test"]
+    of_two = {"f[1]": 3.0, "f[2]": 2.0, "g": 1.0, "cheap": 0.01}
+    assert choice.cautious(of_two, [{"f[1]", "g"}], (), functions={"f"}, cheap_s=0.02) == {"f[1]", "cheap"}
+
+
 def test_marks_are_written_above_functions_in_place_of_earlier_ones_and_others_stay():
     text = (
         "import pytest\n\n\n@pytest.mark.redundant\ndef test_now():\n    pass\n\n\n"
@@ -109,7 +121,8 @@ def test_a_room_is_recorded_tried_and_chosen_from(tmp_path):
     assert "3 tests that passed, " in costs
     assert "test_room.py::test_in_a_program\n" in costs
     assert not (tmp_path / "record-costs" / "lines.sqlite").exists()
-    assert "3 passed" in evidence("record", folder, str(tmp_path))
+    assert "3 passed" in evidence("record", f"{folder}-part", str(tmp_path))
+    evidence("join", folder, f"{folder}-part")
     tried = evidence("try", folder, "--num", "40", "--below", "zero/whole_tensors/balance.py").splitlines()
     assert any(
         "seen     zero/whole_tensors/balance.py:23" in line and line.endswith("test_in_a_program") for line in tried

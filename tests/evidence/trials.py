@@ -21,7 +21,7 @@ import forked
 import observed
 from evidence.mistakes import Mistake, find_functions, import_file
 
-START_S = 15.0  # by the clock, of what is no test's own
+START_S = 60.0  # by the clock, of what is no test's own
 SEEN, UNSEEN, HUNG, STOPPED, NOT_MADE = "seen", "UNSEEN", "hung", "stopped", "not made"
 
 
@@ -78,16 +78,20 @@ class Trials:
 
     def tried(self, session: pytest.Session, mistake: Mistake, items: list[pytest.Item]) -> tuple[str, str, int]:
         """The verdict, the test that saw it or hung, and how many tests were tried."""
+        tried = 0
         while True:
-            verdict, test, tried = self._in_fork(session, items, mistake)
+            verdict, test, num = self._in_fork(session, items, mistake)
+            tried += num
             if verdict not in (SEEN, HUNG):
                 return verdict, "", tried
             if test not in self.sound:
                 alone = [item for item in items if item.nodeid == test]
                 self.sound[test] = self._in_fork(session, alone, None)[0] == UNSEEN
+                if not self.sound[test]:
+                    print(f"{verdict} without any mistake: {test}", flush=True)
             if self.sound[test]:
                 return verdict, test, tried
-            items = [item for item in items if self.sound.get(item.nodeid, True)]
+            items = [item for item in items[num:] if self.sound.get(item.nodeid, True)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest in a fork."""
