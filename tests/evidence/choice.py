@@ -21,6 +21,7 @@ CHEAP_S, CHEAP_AFTER_A_THOUSAND_S = 0.1, 0.02
 PROMISED = ("tests/docs/", "tests/budgets/", "tests/mutants/", "tests/test_", "tests/train/test_plan_contract.py")
 PROMISED += ("tests/train/test_hugging_face.py::test_each_architecture", "tests/train/test_saving.py::test_which_")
 PROMISED += ("tests/lab/test_published.py", "tests/lab/test_accounting.py", "tests/cli/", "tests/packaging/")
+PROMISED += ("tests/notebooks/",)
 # Processes that are killed, whose lines no record has; kernels that are compiled, of which Python's lines say nothing.
 PROMISED += ("tests/faults/", "tests/kernels/test_compiles.py")
 

@@ -82,6 +82,8 @@ class Trials:
         while True:
             verdict, test, num = self._in_fork(session, items, mistake)
             tried += num
+            if not num and verdict in (SEEN, HUNG):
+                return NOT_MADE, "", 0  # it ended before the first test
             if verdict not in (SEEN, HUNG):
                 return verdict, "", tried
             if test not in self.sound:
