@@ -47,7 +47,7 @@ def _trained(path, *, stage=3, world_size=3, steps=2, optimizer=torch.optim.Adam
     return run_threads(lambda comm: train(comm, save=True), world_size)[0]
 
 
-@pytest.mark.redundant(but=["3-3-to a folder", "0-1-in memory", "1-2-to a folder"])
+@pytest.mark.redundant(but=["0-1-in memory"])
 @pytest.mark.parametrize("out", [False, True], ids=["in memory", "to a folder"])
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (3, 3)])
 def test_the_unsharded_model_loads_what_was_saved(tmp_path, stage, world_size, out):

@@ -60,7 +60,7 @@ DAMAGES = {
 OTHER_RANK, OTHER_RUN = b"rank", b"run"  # stand for what the test reads there
 
 
-@pytest.mark.redundant(but=["two bytes are exchanged"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_any_damage_is_found_before_a_weight_changes_and_auto_falls_back(folder, evenly_sharded, some_tensors, kind):
     """In the middle of every region of every file."""

@@ -100,6 +100,7 @@ def _run(stage, fault, name="None"):
     return [rank.returncode for rank in ranks], printed
 
 
+@pytest.mark.redundant
 def test_ranks_that_do_alike_finish_and_exit_as_before():
     codes, printed = _run(3, "nothing")
     assert (codes, [text.strip() for text in printed]) == ([0, 0], ["finished"] * 2)
@@ -125,6 +126,7 @@ def test_a_rank_that_leaves_something_out_is_named_on_every_rank(fault, name):
         assert fault != "saves on rank 0" or ("rank 0 issued the call zeroshard.save, rank 1 issued all_" in text)
 
 
+@pytest.mark.redundant
 def test_a_rank_that_ends_is_named():
     codes, printed = _run(3, "dies")
     assert codes == [1, 9], printed
@@ -137,6 +139,7 @@ def test_a_sharded_optimizer_is_watched_too():
     assert all("ranks diverged at operation" in text for text in printed)
 
 
+@pytest.mark.redundant
 def test_a_process_that_cannot_raise_is_ended_and_says_where_it_was():
     codes, printed = _run(3, "other")
     assert codes == [1, 4], printed

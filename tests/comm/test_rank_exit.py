@@ -23,6 +23,7 @@ with rank_exit.ended_with_launcher():
 """
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stuck_with_the_lock", [True, False])
 def test_ctrl_c_ends_in_130_wherever_the_process_hangs(stuck_with_the_lock):
     code = STUCK.replace("STUCK_WITH_THE_LOCK", str(stuck_with_the_lock))

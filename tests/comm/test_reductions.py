@@ -30,6 +30,7 @@ def test_numbers_of_eight_bits_are_computed_in_fp32_and_rounded(dtype, op):
     assert torch.equal(a.float(), torch.tensor(expected).to(dtype).float())
 
 
+@pytest.mark.redundant(but=["dtype2-6"])
 @pytest.mark.parametrize("numel", [6, 30_000])
 @pytest.mark.parametrize("dtype", [*UNSIGNED, *NARROW])
 def test_rings_and_threads_reduce_every_dtype(dtype, numel):

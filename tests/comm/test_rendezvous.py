@@ -80,6 +80,7 @@ def in_two_ranks(tmp_path):
     return run
 
 
+@pytest.mark.redundant
 def test_whatever_asks_first_joins_the_ranks_and_a_later_one_may_join_again(in_two_ranks):
     lines = (f"print({name!r}, {asks}.world_size); dist.destroy_process_group()\n" for name, asks in ASKERS.items())
     code = "".join(lines)
@@ -107,6 +108,7 @@ def test_each_launchers_variables_lead_to_one_world(in_two_ranks, launcher):
     assert first.startswith("2 ")
 
 
+@pytest.mark.redundant
 def test_a_group_of_the_users_is_taken_and_one_that_he_makes_too_late_is_refused(in_two_ranks):
     code = (
         "rank = int(os.environ['RANK'])\n"

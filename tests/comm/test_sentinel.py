@@ -456,6 +456,7 @@ def stalled(monkeypatch):
         watched.close()
 
 
+@pytest.mark.redundant
 def test_a_stall_asks_a_store_for_a_number_of_pages_that_grows_with_the_ranks_and_not_with_their_square(stalled):
     reads = {}
     for world_size in (8, 48, 96):
@@ -468,6 +469,7 @@ def test_a_stall_asks_a_store_for_a_number_of_pages_that_grows_with_the_ranks_an
     assert reads[48] <= reads[96] <= 2 + 2 * (1 + 2 * sentinel.NEIGHBOURS + sentinel.FULL_LOOK)
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("silent", [0, 1, 20, 39])
 def test_in_a_large_world_a_silent_ranks_neighbours_notice_it(stalled, monkeypatch, silent):
     _, watches = stalled(40)

@@ -158,6 +158,7 @@ def test_a_world_that_was_started_again_finds_nothing_of_the_one_before(monkeypa
     assert rank_of(1, 1).check(["left"]) == (launcher == "ours")
 
 
+@pytest.mark.redundant
 def test_two_processes_meet_by_the_environment_and_part_cleanly():
     code = (
         "import torch, torch.distributed as dist\n"

@@ -75,6 +75,7 @@ def test_so_many_are_under_way_and_no_more():
     assert under_way[-1] == 0
 
 
+@pytest.mark.redundant
 def test_values_are_gathered_with_all_that_they_nest():
     def value(rank):
         return {rank: {"list": [x + rank if x.dtype != torch.bool else x for x in KINDS], "step": rank, "none": None}}

@@ -54,6 +54,7 @@ def test_llm_cs_header_says_how_wide_ids_are(tmp_path, magic, version, dtype):
     assert read_meta(out).vocab_size == top + 1
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("name", "is_val"),
     [

@@ -32,6 +32,7 @@ MARKED = (
 )
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("text", [CHATML, BRACKETS, MARKED], ids=["chatml", "brackets", "marked"])
 def test_a_conversation_is_rendered_as_transformers_renders_it(text, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -61,6 +62,7 @@ TURNS = [
 ]
 
 
+@pytest.mark.redundant
 def test_what_the_assistant_writes_ends_as_the_template_ends_a_turn():
     assert answers(ChatTemplate(CHATML, "t"), TURNS) == ["Hello<|im_end|>\n", "Ciao<|im_end|>\n"]
     assert answers(ChatTemplate(CHATML, "t"), TURNS[:3]) == ["Hello<|im_end|>\n"]
@@ -72,6 +74,9 @@ def test_marks_of_the_template_say_what_the_assistant_writes():
     assert answers(ChatTemplate(MARKED, "t"), TURNS) == ["Hello<|im_end|>", "Ciao<|im_end|>"]
 
 
+@pytest.mark.redundant(
+    but=["{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}-differently if others follow"]
+)
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -97,7 +102,7 @@ def test_a_template_that_cannot_be_used_is_refused_in_a_line(text, line):
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.redundant(but=["loops"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -53,6 +53,7 @@ def test_a_data_set_of_the_hub_gives_the_bytes_of_its_files(site, tmp_path):
     assert site.asked == []
 
 
+@pytest.mark.redundant(but=["org/name@test-org/name has no split 'test'; it has train; write ...@SPLIT"])
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -79,6 +80,7 @@ def no_loader(monkeypatch):
     assert not asked
 
 
+@pytest.mark.redundant
 def test_a_hub_that_says_nothing_is_not_waited_for(tmp_path, monkeypatch, no_loader):
     from huggingface_hub import constants
 

@@ -34,6 +34,7 @@ def results(kind, tasks):
     return in_order(maker, (kind,), tasks, 2)
 
 
+@pytest.mark.redundant
 def test_tasks_are_taken_only_so_far_ahead():
     taken = []
 
@@ -58,6 +59,7 @@ def test_what_a_task_raises_is_raised_here_and_a_killed_worker_is_told():
         list(results("die", [0]))
 
 
+@pytest.mark.redundant
 def test_no_worker_outlives_a_killed_parent():
     code = (
         "import os, time; from zeroshard.data.pool import in_order\n"

@@ -36,6 +36,7 @@ def _there(tokenizer):
     return tokenizers.Tokenizer.from_str(portable(tokenizer).json)
 
 
+@pytest.mark.redundant
 @settings(deadline=None, max_examples=examples(40, 200))
 @given(text=st.text(alphabet=st.sampled_from("the catsmISN'12\n\t é☃.,"), max_size=60))
 def test_ranks_become_merges_that_give_the_same_ids(gpt2, text):

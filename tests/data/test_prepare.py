@@ -161,6 +161,7 @@ def test_a_place_without_permission_is_named(one_file, tmp_path):
         prepare(one_file, tmp_path / "file" / "data")
 
 
+@pytest.mark.redundant
 def test_max_tokens_bounds_both_splits_together(one_file, many_files, tmp_path):
     for number, paths in enumerate((one_file.paths, many_files.paths)):
         folder = prepare(DataSpec("text", paths, max_tokens=500, val_fraction=0.2), tmp_path / str(number))

@@ -51,6 +51,7 @@ def test_changed_content_changes_the_fingerprint_whatever_size_and_date_say(tree
     assert opened(tree).fingerprint() != before
 
 
+@pytest.mark.redundant
 def test_the_standard_library_is_a_corpus_of_megabytes():
     source = python_stdlib()
     found = source.fingerprint()

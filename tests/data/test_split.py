@@ -18,6 +18,7 @@ def in_chunks(chunks):
     return Document("text", len("".join(chunks).encode()), lambda: iter(chunks))
 
 
+@pytest.mark.redundant
 @given(st.lists(st.text(st.sampled_from("ab\né🙂"), min_size=1, max_size=12), max_size=5), st.data())
 def test_head_and_tail_are_the_document(chunks, data):
     whole = in_chunks(chunks)
@@ -57,6 +58,7 @@ def test_few_documents_give_the_tail_of_each():
     assert parts[3][1] == "b8\nb9\n"
 
 
+@pytest.mark.redundant
 @given(st.text(max_size=40), st.integers(0, 40), st.floats(0, 0.99), st.floats(0, 0.99))
 def test_what_validates_depends_on_the_content_alone_and_stays_at_a_larger_fraction(text, at, fraction, other):
     low, high = sorted((fraction, other))

@@ -24,6 +24,7 @@ def test_parts_together_hold_every_document_once_and_in_order(tmp_path, small_pa
     assert [text for part in parts for text in part] == texts
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("kind", made.KINDS)
 def test_a_part_is_the_same_whatever_was_read_before(tmp_path, small_parts, kind):
     texts = made.documents(120)

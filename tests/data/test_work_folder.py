@@ -64,6 +64,7 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
+@pytest.mark.redundant
 def test_documents_keep_their_order_and_end_and_some_validate(folder, tmp_path, small_parts):
     out = prepare(DataSpec("text", (str(folder),), "bpe:280"), tmp_path / "out", num_workers=1)
     assert verify(out) == ()
@@ -85,6 +86,7 @@ def test_documents_keep_their_order_and_end_and_some_validate(folder, tmp_path, 
     assert not list(tmp_path.glob(".*partial"))
 
 
+@pytest.mark.redundant
 def test_the_bytes_do_not_depend_on_the_number_of_workers(folder, tmp_path):
     spec = DataSpec("text", (str(folder),), max_tokens=30_000)
     ours = [files(prepare(spec, tmp_path / str(num), shard_tokens=9000, num_workers=num)) for num in (1, 3)]

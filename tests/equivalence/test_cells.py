@@ -140,6 +140,7 @@ def _among_processes():
             yield pytest.param("gloo", *astuple(cell), marks=soak)
 
 
+@pytest.mark.redundant(but=["gloo-zero1-torch-AdamW-2-bf16"])
 @pytest.mark.parametrize(("transport", "strategy", "optimizer", "world_size", "feature"), list(_among_processes()))
 def test_processes_are_exact_or_refuse(transport, strategy, optimizer, world_size, feature, gloo_ranks):
     """`check` asserts it."""
@@ -150,6 +151,7 @@ def test_processes_are_exact_or_refuse(transport, strategy, optimizer, world_siz
 # -- is it a proof? --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("optimizer", "feature"),
     [("AdamW", feature) for feature in FEATURES] + [(name, "plain") for name in OPTIMIZERS if name not in REFUSED],
@@ -195,6 +197,7 @@ def test_gradients_on_the_grid_add_up_alike_in_every_order():
     assert not all(torch.equal((a + b) + c, sum(ordinary)) for a, b, c in itertools.permutations(ordinary))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("strategy", ["zero0", "zero3", LOCAL, SHARDED_OPTIMIZER, "ddp"])
 @pytest.mark.parametrize("slip", [1e-6, float("nan")])
 def test_a_slip_is_seen(strategy, slip, monkeypatch):

@@ -184,9 +184,7 @@ BETWEEN_PROCESSES = [
 ]
 
 
-@pytest.mark.redundant(
-    but=["gloo-2-gpt2-tied-adamw-plain", "gloo-4-llama-untied-adamw-pairs", "shm-2-llama-untied-adamw-plain"]
-)
+@pytest.mark.redundant
 @pytest.mark.parametrize(("transport", *NAMES), _with_soak(BETWEEN_PROCESSES, IN_PROCESSES))
 def test_processes_equal_one_process_and_stages_each_other(
     transport, world_size, model_name, optimizer, dial, gloo_ranks

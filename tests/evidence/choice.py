@@ -6,7 +6,7 @@ import ast
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 
 from mutants.catalogue import ROOT, catalogue
 
@@ -70,19 +70,19 @@ def promised(tests: Iterable[str]) -> set[str]:
 
 
 def of_mutants() -> set[str]:
-    """The functions that mutants name."""
-    return {test.partition("[")[0] for mutant in catalogue() for test in mutant.tests if "::" in test}
+    """The functions, and whole files, that mutants name."""
+    return {test.partition("[")[0] for mutant in catalogue() for test in mutant.tests}
 
 
 def cautious(
     costs: Mapping[str, float],
     lines: Iterable[Collection[str]],
     chosen: Collection[str],
-    functions: Collection[str] | None = None,
+    functions: Set[str] | None = None,
     cheap_s: float = CHEAP_S,
 ) -> set[str]:
-    """``chosen``, all tests that are cheap, and of each function, or of these, that then has none the one that runs
-    most lines.
+    """``chosen``, all tests that are cheap, and of each function that then has none, or of these and those of these
+    files, the one that runs most lines.
 
     While few mistakes were tried, what a function alone asserts may be seen by no mistake that was drawn; of its
     combinations of parameters that is less likely.
@@ -92,7 +92,8 @@ def cautious(
     have = {test.partition("[")[0] for test in found}
     for test in sorted(costs, key=lambda test: (-num_lines[test], costs[test], test)):
         function = test.partition("[")[0]
-        if function not in have and (functions is None or function in functions):
+        named = functions is None or not functions.isdisjoint((function, function.partition("::")[0]))
+        if named and function not in have:
             have.add(function)
             found.add(test)
     return found
@@ -126,7 +127,7 @@ def mark(costs: Mapping[str, float], chosen: Collection[str]) -> dict[str, float
         for name, tests in functions.items():
             kept = [test for test in tests if test in chosen]
             seconds = sum(costs[test] + FIXED_S for test in tests if test not in chosen)
-            worth = WORTH_OF_A_MUTANT_S if tests[0].partition("[")[0] in of_mutant else WORTH_S
+            worth = WORTH_S if of_mutant.isdisjoint((file, tests[0].partition("[")[0])) else WORTH_OF_A_MUTANT_S
             if len(kept) < len(tests) and len(kept) <= MOST_NAMED and seconds >= worth * max(1, len(kept)):
                 ids = [test.partition("[")[2].removesuffix("]") for test in kept]
                 marks[name] = f"@{MARK}" + (f"(but={json.dumps(ids, ensure_ascii=False)})" if ids else "")

@@ -152,6 +152,7 @@ def test_none_waits_in_the_start_of_a_thread(tmp_path):
     assert (done.stdout.split(), done.returncode) == (found.split(), 0), done.stderr
 
 
+@pytest.mark.redundant
 def test_what_the_collector_calls_is_known():
     """A further finalizer, ``__del__`` or callback of a weak reference is a `Finalizer`, or a row of the test above."""
     found = Counter()

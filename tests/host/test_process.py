@@ -37,6 +37,7 @@ def variables(**env: str) -> list[str]:
     return run(f"from zeroshard.host.process import prepare_torch; prepare_torch(); {shown}", **env).split()
 
 
+@pytest.mark.redundant
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no transparent huge pages")
 def test_huge_pages_come_where_a_training_run_allocates():
     if "[never]" in HUGE_PAGES.read_text():
@@ -52,6 +53,7 @@ def test_huge_pages_come_where_a_training_run_allocates():
     assert int(run(code)) >= 32 << 10
 
 
+@pytest.mark.redundant
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc's thresholds are glibc's")
 def test_freed_tensors_stay_with_the_process_and_with_those_it_starts():
     prepared = "from zeroshard.host import process; process.prepare_torch()\n"
@@ -69,6 +71,7 @@ def test_memory_of_gpus_is_taken_in_segments_that_grow_unless_the_allocator_was_
     assert run(told, PYTORCH_CUDA_ALLOC_CONF="backend:native").split() == ["None", "backend:native"]
 
 
+@pytest.mark.redundant
 def test_who_has_spoken_is_heard():
     glibc = platform.libc_ver()[0] == "glibc"
     assert variables() == ["1", *([str(1 << 30), str(32 << 20)] if glibc else ["unset", "unset"]), "unset"]

@@ -51,6 +51,7 @@ def same_weights(found, expected):
         torch.testing.assert_close(found[name], weight, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.redundant
 def test_the_trainer_has_the_losses_norms_and_weights_of_one_process(plain, ranks):
     """`same_numbers` and `same_weights` assert it."""
     for rank in ranks:

@@ -87,7 +87,7 @@ def opened(folder, **kwargs):
     return model.eval()
 
 
-@pytest.mark.redundant(but=["gpt2-no-bias", "gpt2-exact-gelu", "llama", "llama-tied", "llama-no-groups"])
+@pytest.mark.redundant(but=["gpt2-no-bias"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_we_export_gives_the_same_logits_there(tmp_path, capsys, name):
     model = build(SHAPES[name])
@@ -101,6 +101,7 @@ def test_what_we_export_gives_the_same_logits_there(tmp_path, capsys, name):
     torch.testing.assert_close(logits(theirs, 61), ours, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.redundant(but=["gpt2"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_they_save_gives_the_same_logits_here(tmp_path, name):
     theirs = their_model(SHAPES[name])
@@ -112,6 +113,7 @@ def test_what_they_save_gives_the_same_logits_here(tmp_path, name):
     torch.testing.assert_close(logits(ours, 61), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.redundant
 def test_bfloat16_is_half_the_bytes_and_rounded_once(tmp_path):
     model = build(GPT2_SHAPE)
     run = save_run(tmp_path / "run", model)
@@ -127,6 +129,7 @@ def test_bfloat16_is_half_the_bytes_and_rounded_once(tmp_path):
     assert torch.equal(from_run(tmp_path / "again").state_dict()["blocks.0.mlp.c_fc.weight"], exact.float())
 
 
+@pytest.mark.redundant
 def test_the_byte_tokenizer_gives_the_same_ids_there(tmp_path):
     import transformers
 

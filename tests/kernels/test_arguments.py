@@ -98,7 +98,7 @@ def test_a_wrong_argument_is_named(operation, backend):
             getattr(kernels, operation)(**right | given, kernels=backend)
 
 
-@pytest.mark.redundant(but=["linear_cross_entropy"])
+@pytest.mark.redundant
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("operation", ["cross_entropy", "linear_cross_entropy"])
 def test_a_loss_is_compiled_without_a_break_in_the_graph(operation, compiler, random, device):

@@ -128,6 +128,7 @@ def peak_and_left(rows, vocab, width):
     return peak, now
 
 
+@pytest.mark.redundant
 def test_memory_is_a_chunk_of_logits_and_one_gradient_of_the_weight(monkeypatch):
     """4,096 rows and GPT-2's vocabulary. A plan with ``--impl eager`` has all logits."""
     monkeypatch.setattr(losses, "BLOCK_BYTES", 2**23)

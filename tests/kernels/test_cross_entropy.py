@@ -49,6 +49,7 @@ def compare(logits, targets, upstream=1.0, **options):
     assert_same_bits(got, run(function, [logits], grad))
 
 
+@pytest.mark.redundant(but=["options1-shape0", "options3-shape5"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, device):
@@ -60,17 +61,20 @@ def test_loss_and_gradient_are_the_formula_s(shape, options, triton, random, dev
     )
 
 
+@pytest.mark.redundant
 def test_a_vocabulary_of_128256(triton, random, device):
     """`compare` asserts it."""
     compare(random(1, 128256), draw_targets((1,), 128256, device))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, triton, random, device):
     """`compare` asserts it."""
     compare(random(3, 257, dtype=dtype), draw_targets((3,), 257, device), upstream=0.25, z_loss=1e-3)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("vocab", [7, BLOCK + 3])
 def test_smoothing_in_float64_is_not_rounded_to_float32(vocab, triton, random, device):
     """`compare` asserts it."""
@@ -97,6 +101,7 @@ def test_more_logits_than_a_32_bit_offset_can_name(triton, device):
     assert_near(logits.grad[-1], expected)
 
 
+@pytest.mark.redundant
 def test_leading_shapes_and_strides(triton, random, device):
     wide = random(2, 3, 40)
     for logits in (wide[..., :33], wide[:, :1, :], wide.transpose(0, 1), wide.mT, wide[..., ::2]):
@@ -122,7 +127,7 @@ def test_all_masked_is_nan_with_no_gradient(triton, random, device):
     assert_same_bits([loss, grad], reference)
 
 
-@pytest.mark.redundant(but=["9"])
+@pytest.mark.redundant
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities in the interpreter
 @pytest.mark.parametrize("vocab", [9, BLOCK + 9])
 def test_extreme_values(vocab, triton, random, device):
@@ -156,6 +161,7 @@ def test_backward_may_run_again(triton, random, device):
     assert torch.equal(first, torch.autograd.grad(loss, logits)[0])
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("target", [-1, 33, 10**12])
 def test_a_target_outside_the_vocabulary_is_refused_or_not_a_number(target, triton, random, device):
     targets = torch.tensor([1, target, 2], device=device)

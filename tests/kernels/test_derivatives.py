@@ -22,6 +22,7 @@ def _slope(name, kernels, random):
     return loss, torch.autograd.grad(loss, x, create_graph=True)[0]
 
 
+@pytest.mark.redundant(but=["swiglu"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gradient_penalty_raises_instead_of_taking_gradients_for_constants(name, triton, random):
     loss, slope = _slope(name, triton, random)
@@ -36,6 +37,7 @@ def test_the_reference_has_second_derivatives(name, random):
     (loss + slope.square().sum()).backward()
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_graph_that_nobody_differentiates_changes_no_gradient(name, triton, random):
     x, weight = random(6, 8), random(8, 8)

@@ -113,6 +113,7 @@ def test_compiled_code_has_the_compilers_kernels_but_for_the_losses(machine):
     assert asked(torch.zeros(())).item() == 0
 
 
+@pytest.mark.redundant
 def test_without_triton_everything_imports_and_the_reference_serves():
     """In a process of its own, in which `import triton` fails."""
     program = """

@@ -49,6 +49,7 @@ def compare(hidden, weight, targets, upstream=1.0, slack=1.0, **options):
     assert_same_bits(got, run(function, [hidden, weight], grad))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 5, 6, None])
 @pytest.mark.parametrize("vocab", [1, 7, 257])
 def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows, vocab, triton, random, device):
@@ -57,7 +58,7 @@ def test_loss_and_gradients_are_the_formula_s_in_any_number_of_chunks(chunk_rows
     compare(random(5, 12), random(vocab, 12), targets, upstream=0.5, chunk_rows=chunk_rows)
 
 
-@pytest.mark.redundant(but=["options1"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"reduction": "sum", "z_loss": 1e-2, "ignore_index": 4}]
 )
@@ -68,6 +69,7 @@ def test_options(options, triton, random, device):
         compare(hidden, weight, draw_targets((2, 3), 33, device), chunk_rows=4, **options)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("vocab", [50257, 8192 + 64])
 def test_large_vocabularies(vocab, triton, random, device):
     # A product of so few rows adds its 50,257 terms one after the other: 6e-5 off, as PyTorch's own fp32 loss is.
@@ -75,6 +77,7 @@ def test_large_vocabularies(vocab, triton, random, device):
     compare(random(2, 4), random(vocab, 4), draw_targets((2,), vocab, device), slack=64, chunk_rows=1)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(("vocab", "sizes"), [(257, {256, 1}), (192, {192}), (33, {33})])
 def test_products_over_an_odd_vocabulary_read_aligned_rows_of_aligned_lengths(
     vocab, sizes, triton, random, device, monkeypatch
@@ -157,6 +160,7 @@ def test_large_shapes(triton, random, device):
     compare(hidden, weight, draw_targets((4097,), 50257, device, [1]), slack=8, chunk_rows=1000)
 
 
+@pytest.mark.redundant
 def test_memory_of_a_loss_by_chunks_is_the_planned_one(triton, random, device):
     hidden, weight = random(12, 64), random(9, 64)
     peaks = []
@@ -193,6 +197,7 @@ def test_peak_memory_is_a_chunk_and_not_the_logits(triton, device):
     assert peaks[1] <= 0.15 * peaks[0]
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("ours_alone", ["hidden", "weight"])
 def test_one_gradient_alone_and_a_second_backward(ours_alone, triton, random, device):
     targets = draw_targets((5,), 33, device)
@@ -235,6 +240,7 @@ def test_an_evaluation_makes_no_gradient_and_takes_no_memory_for_one(who, mode, 
     assert [tuple(tensor.shape) for tensor in made] == wanted
 
 
+@pytest.mark.redundant
 def test_gradients_are_there_again_after_an_evaluation(triton, random, device):
     hidden, weight = random(5, 12).requires_grad_(), random(33, 12).requires_grad_()
     targets = draw_targets((5,), 33, device)

@@ -63,20 +63,7 @@ def drawn(operation, random, shape, dtype=torch.float32, with_residual=True):
     return given, [random(*shape, dtype=dtype) for _ in range(1 + with_residual)]
 
 
-@pytest.mark.redundant(
-    but=[
-        "shape0-layer_norm",
-        "shape0-rms_norm",
-        "shape1-layer_norm",
-        "shape1-rms_norm",
-        "shape2-layer_norm",
-        "shape2-rms_norm",
-        "shape3-layer_norm",
-        "shape3-rms_norm",
-        "shape4-rms_norm",
-        "shape5-rms_norm",
-    ]
-)
+@pytest.mark.redundant
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape, triton, random):
@@ -84,7 +71,7 @@ def test_values_and_gradients_are_the_formula_s_at_every_width(operation, shape,
     compare(operation, *drawn(operation, random, shape, with_residual=shape[0] % 2 == 1))
 
 
-@pytest.mark.redundant(but=["shape0-dtype0-layer_norm", "shape0-dtype1-rms_norm", "shape0-dtype2-layer_norm"])
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -125,14 +112,14 @@ def test_rows_too_wide_to_be_held(operation, width, dtypes, triton, random, monk
         compare(operation, *drawn(operation, random, (7, width), dtype))
 
 
-@pytest.mark.redundant(but=["rms_norm-shape0"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(("operation", "shape"), [("rms_norm", (1, 65536)), ("layer_norm", (4097, 1))])
 def test_the_widest_rows_and_the_most(operation, shape, triton, random):
     """`compare` asserts it."""
     compare(operation, {"x": random(*shape)}, [random(*shape)])
 
 
-@pytest.mark.redundant(but=["5-layer_norm", "5-rms_norm", "9000-rms_norm"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("width", [5, 9000])
 def test_without_a_weight(operation, width, triton, random):
@@ -148,6 +135,7 @@ def test_an_fp32_weight_beside_bf16_rows(triton, random):
         assert rms_norm(x, weight, kernels=kernels).dtype == torch.bfloat16
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     "stride",
@@ -178,7 +166,7 @@ def test_any_leading_shape_and_no_rows(operation, shape, triton, random):
         assert not d_weight.any()
 
 
-@pytest.mark.redundant(but=["layer_norm"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_extreme_values(operation, triton, random):
     """`compare` asserts it."""
@@ -195,6 +183,7 @@ def test_extreme_values(operation, triton, random):
     compare(operation, {"x": x}, [random(3, 64)], slack=400)
 
 
+@pytest.mark.redundant(but=["weight"])
 @pytest.mark.parametrize("needed", ["x", "weight", "bias", "residual"])
 def test_each_gradient_is_the_same_when_it_is_the_only_one(needed, triton, random):
     given, grads = drawn("layer_norm", random, (5, 24))

@@ -42,7 +42,7 @@ def test_values_and_gradients_are_the_formula_s(shape, triton, random):
     compare(random(B, H, T, D), random(B, K, T, D), random)
 
 
-@pytest.mark.redundant(but=["dtype2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, triton, random):
     """`compare` asserts it."""
@@ -57,6 +57,7 @@ def test_large_shapes(dtype, triton, random):
     compare(random(3, 127, 32, 128, dtype=dtype).transpose(1, 2), random(3, 8, 127, 128, dtype=dtype), random)
 
 
+@pytest.mark.redundant
 def test_strided_heads(triton, random, device):
     qkv = random(2, 5, 7, 12)  # [B, T, heads of q, k and v, D], as one projection gives them
     q, k = qkv[:, :, :4].transpose(1, 2), qkv[:, :, 4:6].transpose(1, 2)

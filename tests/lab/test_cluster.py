@@ -127,6 +127,7 @@ def test_over_infiniband_a_tree_has_shorter_levels_and_more_pieces_on_their_way(
     assert way.seconds == pytest.approx(8.4e-6 + depth_s + moved_s + 2 * (moved_s * depth_s / 8) ** 0.5)
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(25, 3000), deadline=None, derandomize=True)
 @given(OPS, SIZES, NODE_LINKS, NETWORKS, st.sampled_from([1, 4, 8]), st.integers(0, 9))
 def test_more_bandwidth_is_never_slower_and_more_nodes_are_never_faster(op, size, inside, network, per_node, power):

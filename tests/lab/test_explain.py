@@ -6,6 +6,7 @@ from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.show import size
 
 
+@pytest.mark.redundant
 def test_what_a_step_sends_is_told_by_link():
     planner = planner_for("gpt2-demo", world_size=16, gpu=small_gpu(10**9), overrides=SMALL)
     told = explain(planner, planner.row(2, 2))
@@ -13,6 +14,7 @@ def test_what_a_step_sends_is_told_by_link():
         assert word in told
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [

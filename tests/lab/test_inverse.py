@@ -5,7 +5,7 @@ from zeroshard.lab.planner.inverse import fewest
 from zeroshard.lab.planner.planner import planner_for
 
 
-@pytest.mark.redundant(but=["flash-adamw-fp32-2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("optimizer", "state_format", "mebibytes"),
     [

@@ -34,6 +34,7 @@ def test_the_command_trains_what_was_planned():
     assert run.max_steps == -(-(10**6) // (64 * 128))
 
 
+@pytest.mark.redundant
 def test_adapters_are_of_weights_that_a_run_or_a_folder_has():
     lines = _plan(f"{SMALL} --gpus 2 --lora 8").splitlines()
     begun = "RUN is one whose weights the adapters change, or give --model hf:FOLDER"
@@ -47,6 +48,7 @@ def test_the_command_is_said_under_the_plan():
     assert "on each of 2 nodes, HOST one of them" in _plan(f"{SMALL} --gpus 16")
 
 
+@pytest.mark.redundant
 def test_the_command_has_the_wire_formats_of_its_row():
     wire = "--wire.grads int8 --wire.node-size 8 --network 1Gbit/s"
     inside = _command(f"{SMALL} --gpus 16 {wire}")  # the row that is fastest is over a node's GPUs

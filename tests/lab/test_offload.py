@@ -154,7 +154,7 @@ def test_rates_are_those_measured_or_else_a_nodes_shared_out_to_its_ranks():
     assert (measured.update_bytes_per_s, measured.bus_bytes_per_s, measured.measured) == (1e9, 2e9, True)
 
 
-@pytest.mark.redundant(but=["3-disk"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("stage", "state"), [*product("023", ("optimizer", "all")), *product("13", ("disk", "disk-all"))]
 )
@@ -267,6 +267,7 @@ def test_a_share_is_a_short_number_that_takes_those_units_and_no_other(sizes):
         assert len(str(share)) <= 4 or max(sizes) == 10**9
 
 
+@pytest.mark.redundant
 def test_rates_of_a_disk_are_in_the_time_of_a_plan_and_choose_what_leaves(tmp_path):
     """A GPU whose host updates at once and whose disk is fast, slow, or not measured."""
     model = {"name": "llama-tiny", "n_layer": 6, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "vocab_size": 64}

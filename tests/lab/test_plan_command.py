@@ -127,6 +127,7 @@ def test_a_price_is_for_all_gpus_and_all_tokens():
     assert plan("llama-tiny", **large).cost(1, 1.0) is None
 
 
+@pytest.mark.redundant
 def test_several_gpus_are_compared_by_dollars_and_else_by_speed():
     words = f"{EIGHT} --gpu h100-80gb,a100-80gb"
     cheap = _answer(f"{words} --price 100/h,0.01/h --tokens 1B")
@@ -145,6 +146,7 @@ def test_of_gpus_whose_ranges_of_rates_overlap_it_is_said_that_either_may_be_the
     assert f"{least:,.0f} to {most:,.0f}" in told
 
 
+@pytest.mark.redundant
 def test_a_gpu_without_bfloat16_is_compared_in_float16():
     both = f"{EIGHT} --gpu v100-32gb,h100-80gb"
     old, new = _json(both)["plans"]

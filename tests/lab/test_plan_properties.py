@@ -61,6 +61,7 @@ def test_more_gpus_never_need_more_memory_of_one_but_for_padding(chosen, stage, 
     assert after <= before + _padding_bytes(many, world_size * times)
 
 
+@pytest.mark.redundant
 @settings(max_examples=examples(5, 300), deadline=None, derandomize=True)
 @given(SETTINGS, WORLDS, st.integers(1, 3))
 def test_a_higher_stage_never_holds_more_state(chosen, world_size, num_micro):

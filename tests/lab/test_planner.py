@@ -89,6 +89,7 @@ def test_the_reason_names_the_rule_what_does_not_fit_and_what_is_faster():
     assert "measures both" not in reason(planner, alike, alike[0])
 
 
+@pytest.mark.redundant
 def test_one_gpu_has_one_block_of_rows():
     found = _plan(world_size=1, memory_bytes=60 * 2**20)
     assert {row.stage for row in found.rows} == {0}
@@ -119,6 +120,7 @@ def test_a_row_says_what_it_waits_for_and_why_more_rows_need_less_memory():
     assert said in notes(replace(found, rows=(one, less), best=None))
 
 
+@pytest.mark.redundant
 def test_a_fixed_global_batch_is_shared_out_and_moves_the_same_tokens():
     found = _plan(global_batch=64)
     for row in found.rows:
@@ -167,6 +169,7 @@ def test_changes_are_listed_in_the_order_in_which_one_would_try_them():
     json.dumps(found.as_dict())
 
 
+@pytest.mark.redundant
 def test_a_smaller_micro_batch_comes_first():
     found = _plan(memory_bytes=16 * 2**20, micro_batch=64, stage=3)
     names, fit = _listed(found.advice)
@@ -236,6 +239,7 @@ def test_any_module_is_planned_from_its_inputs():
     assert all(param.grad is None for param in net.parameters())
 
 
+@pytest.mark.redundant
 def test_a_document_mask_is_planned_with_what_blocks_make_of_it():
     masked, plain = (planner_for("gpt2-demo", document_mask=mask, overrides=SMALL).row(0, 2) for mask in (True, False))
     # a mask of 16 bits or more for each block, which its attention keeps for backward

@@ -16,6 +16,7 @@ from zeroshard.train.config.toml import dump_toml
 from zeroshard.train.start import run_training
 
 
+@pytest.mark.redundant
 def test_a_run_that_the_trainer_made_is_read_whole(tiny_config):
     config = tiny_config()
     run_training(config)
@@ -199,6 +200,7 @@ def test_a_folder_that_may_not_be_read_is_listed_and_told(tmp_path, monkeypatch)
         assert notice.line == f"damaged: {'; '.join(told)}"
 
 
+@pytest.mark.redundant
 def test_every_prefix_of_a_log_can_be_read(tmp_path):
     folder = write_run(tmp_path / "run", num_steps=3)
     whole = (folder / "metrics.jsonl").read_bytes()

@@ -29,6 +29,7 @@ def _step_s(stage, link, device=DEVICE):
     return predicted_step(_model(), STAGES[stage], 2, 1, 8, Calibration(device, link)).step_s
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("op", "stage", "count"), [("all_reduce", 0, 4), ("all_gather", 1, 4), ("reduce_scatter", 1, 4)]
 )

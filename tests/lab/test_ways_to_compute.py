@@ -47,6 +47,7 @@ def test_autocast_keeps_fp32_and_computes_in_16_bits():
     assert {work.dtype for work in _works(found.rows[0]) if work.shape} == {"bfloat16"}
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 3])
 def test_16_bit_weights_without_masters_are_held_as_the_engine_does(stage):
     model = build_model("llama-tiny", overrides={**SMALL, "n_layer": 2}).bfloat16()
@@ -72,6 +73,7 @@ def test_compiled_code_is_fused_under_autocast_and_beyond_our_kernels():
     assert _row(impl="compile").timing.step_s < _row(impl="kernels").timing.step_s  # norms take in what is around them
 
 
+@pytest.mark.redundant
 def test_a_module_of_others_is_issued_operation_by_operation():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     given = {"world_size": 2, "inputs": lambda rows: (torch.zeros(rows, 8),), "stage": 1, "micro_batch": 1}

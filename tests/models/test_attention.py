@@ -69,6 +69,7 @@ def test_queries_share_keys_where_a_gpu_has_flash_attention_for_them(capability,
     assert asked == [num_keys]
 
 
+@pytest.mark.redundant
 def test_what_a_gpu_has_is_a_constant_of_compiled_code(monkeypatch):
     def capability(device):
         torch._dynamo.graph_break()  # stands for what dynamo cannot trace; without it nothing happens here

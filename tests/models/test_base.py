@@ -88,6 +88,7 @@ def test_the_compiled_model_is_one_graph_with_the_same_result(name, build, batch
     torch.testing.assert_close(compiled(*batch), model(*batch))
 
 
+@pytest.mark.redundant
 def test_matrix_flops_equal_those_that_torch_counts(config, build, batch):
     from torch.utils.flop_counter import FlopCounterMode
 

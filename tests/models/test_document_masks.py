@@ -71,6 +71,7 @@ def test_gradients_are_those_of_documents_alone(make):
         torch.testing.assert_close(together[name], param.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("make", [gpt2, llama])
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_recomputed_blocks_keep_the_mask(make, how):
@@ -156,7 +157,7 @@ def test_by_blocks_loss_and_gradients_are_those_of_the_mask(as_on_a_gpu, monkeyp
     assert any(not torch.equal(*each) for each in zip(wanted, by_blocks, strict=True))  # they are other kernels
 
 
-@pytest.mark.redundant(but=["selective-None-cuda", "full-dtype2-eager"])
+@pytest.mark.redundant(but=["selective-None-cuda"])
 @pytest.mark.parametrize(
     ("how", "dtype", "device_type"),
     [("none", torch.bfloat16, "cuda"), ("selective", None, "cuda"), ("full", torch.bfloat16, "eager")],

@@ -30,6 +30,7 @@ def test_a_matrix_that_embedding_and_head_share_stays_in_the_root():
     assert _names(build_model("gpt2-demo", overrides={"n_layer": 2})) == ["blocks.0", "blocks.1"]
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(("kind", "ends"), [("qwen3", True), ("gpt_neox", True), ("qwen2", False), ("mixtral", True)])
 def test_a_model_of_transformers_is_cut_alike(kind, ends, hf_folder):  # noqa: F811
     model = build_model(f"hf:{hf_folder(kind)}")

@@ -31,6 +31,7 @@ def test_a_feed_forward_width_by_rule_comes_back_as_a_number():
     assert from_hf_config(hf_config(config, dtype="float32")) == replace(config, ffn_hidden=config.ffn_width)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("config", CONFIGS)
 def test_published_files_without_the_prefix_and_with_old_buffers_are_found(config):
     shapes = {w.hf_name.removeprefix("transformer.").removeprefix("model."): w.hf_shape for w in hf_weights(config)}

@@ -45,7 +45,7 @@ def assert_close(got, wanted, rtol):
         assert error <= rtol * size, (tuple(one.shape), error, size)
 
 
-@pytest.mark.redundant(but=["gpt2-none"])
+@pytest.mark.redundant
 @needs_triton
 @pytest.mark.pairwise("recompute")
 @pytest.mark.parametrize("recompute", ["none", "selective"])

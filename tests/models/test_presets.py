@@ -20,6 +20,7 @@ SIZES = ("vocab_size", "seq_len", "n_layer", "n_head", "n_embd")
 RECOMPUTED = "activation_checkpointing"
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
 def test_published_models_have_their_published_number_of_parameters(name, num_params):
     with torch.device("meta"):
@@ -27,6 +28,7 @@ def test_published_models_have_their_published_number_of_parameters(name, num_pa
     assert sum(param.numel() for param in model.parameters()) == num_params
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_on_the_meta_device_without_a_value(name):
     with torch.device("meta"):

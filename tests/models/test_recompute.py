@@ -17,6 +17,7 @@ def _gradients(model):
     return {name: param.grad for name, param in model.named_parameters()}
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("how", ["full", "selective", "selective:2", "every:1", "every:2"])
 def test_recomputing_changes_no_bit_of_loss_or_gradients(config, build, batch, how):
     plain, recomputing = build(config), build(replace(config, activation_checkpointing=how))
@@ -46,6 +47,7 @@ def _runs_of_each_block(model, batch):
     return runs
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("how", "runs"),
     [
@@ -64,6 +66,7 @@ def test_the_blocks_that_were_asked_for_run_again_where_gradients_are_wanted(how
         assert _runs_of_each_block(GPT2(replace(DEEP, activation_checkpointing=how)), batch) == [1, 1, 1, 1]
 
 
+@pytest.mark.redundant
 def test_selective_repeats_no_matrix_product(batch):
     flops = {}
     for how in ("none", "selective", "full"):
@@ -143,6 +146,7 @@ def test_a_copy_of_a_model_runs_its_own_blocks(batch):
     assert all(param.grad is not None for param in other.parameters())
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b"])
 def test_a_whole_second_forward_is_a_third_of_the_models_flops_less_the_heads(name):
     def model(how):

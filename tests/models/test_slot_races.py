@@ -56,6 +56,7 @@ def _train(monkeypatch, num_blocks, num_forwards=1, *, evaluates=False):
     return {name for name, stream in device._streams.items() if stream.clock[name]}
 
 
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("num_forwards", [1, 2])
@@ -108,6 +109,7 @@ def _plant(monkeypatch, name, **careless):
     monkeypatch.setattr(BlockInput, name, planted)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("what", PLANTED)
 def test_each_mark_that_is_not_waited_for_is_seen(what, monkeypatch):
     name, careless = PLANTED[what]

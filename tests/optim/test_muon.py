@@ -139,6 +139,7 @@ def test_a_saved_state_goes_on_where_it_stopped():
     assert same_bits(_train(net, [optim]), _train(other, [again]))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sharded_it_has_the_bits_of_one_process(stage):
     untrained = _net()  # threads share a random generator: no rank may draw weights of its own

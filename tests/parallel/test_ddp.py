@@ -52,6 +52,7 @@ def ddp():
     return make
 
 
+@pytest.mark.redundant
 def test_a_tied_weight_is_saved_once_and_every_kind_of_state_is_there(ddp):
     saved = {(shard.name, shard.kind): shard.shape for shard in ddp().named_shards()}
     trained = {"first.weight": (5, 5), "last.bias": (5,), "scale": ()}

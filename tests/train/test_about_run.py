@@ -25,6 +25,7 @@ def test_a_strategy_is_told_by_what_it_shards_over_how_many_ranks(name, world_si
     assert strategy_in_words(name, world_size, over=over) == words
 
 
+@pytest.mark.redundant
 def test_a_run_tells_what_it_is(tiny_config):
     config = tiny_config(global_batch_size=4, compile=False)
     run = built(config)

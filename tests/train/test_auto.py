@@ -106,6 +106,7 @@ def test_the_chosen_stage_is_said_and_built_and_the_wish_is_kept(tiny_config, ca
     assert 'strategy = "auto"' in (Path(config.out) / "config.toml").read_text()
 
 
+@pytest.mark.redundant
 @pytest.mark.slow
 def test_a_run_whose_memory_runs_out_goes_on_a_stage_higher_from_its_checkpoint(tmp_path):
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 300)

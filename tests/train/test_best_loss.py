@@ -47,6 +47,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(train_with, world_size):
     assert checkpoint.read_manifest(checkpoint_of(Path(config.out), "best")).step == 2
 
 
+@pytest.mark.redundant
 def test_a_better_one_takes_its_name_and_its_place(train_with):
     config, summary = train_with()
     assert summary["best_step"] == 6

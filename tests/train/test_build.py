@@ -81,6 +81,7 @@ def test_sequences_longer_than_the_models_are_refused_before_anything_is_made(ti
     assert not Path(config.out).exists()
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_corpus_shorter_than_one_batch_is_refused_and_leaves_no_run(tiny_config, world_size):
     config = tiny_config(micro_batch_size=500)
@@ -102,6 +103,7 @@ def test_resuming_from_what_is_no_checkpoint_is_refused(tiny_config, tmp_path):
     assert line == f"resume: {tmp_path / 'nowhere'} {what}"
 
 
+@pytest.mark.redundant
 def test_a_run_folder_in_place_of_a_checkpoint_is_told_its_newest(tiny_config, tmp_path):
     config = tiny_config(max_steps=2)
     run_training(config)
@@ -125,6 +127,7 @@ def test_kernels_that_cannot_be_had_are_refused_before_anything_is_made(tiny_con
     assert not Path(config.out).exists()
 
 
+@pytest.mark.redundant
 def test_the_log_names_who_serves_each_operation(tiny_config):
     config = tiny_config(max_steps=1, warmup_steps=0, fused=False)
     assert run_training(config) == 0
@@ -174,6 +177,7 @@ def test_a_shard_size_that_does_not_share_out_the_world_is_refused(tiny_config):
     assert not Path(tiny_config().out).exists()
 
 
+@pytest.mark.redundant(but=["1"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_global_batch_is_the_same_number_of_rows_at_any_world_size(tiny_config, world_size):
     config = tiny_config(global_batch_size=8, micro_batch_size=2)

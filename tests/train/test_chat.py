@@ -50,7 +50,7 @@ def answers(monkeypatch):
     return say
 
 
-@pytest.mark.redundant(but=["Be brief."])
+@pytest.mark.redundant
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_a_message_has_the_ids_of_apply_chat_template(model, system):
     tokenizer = require_transformers().AutoTokenizer.from_pretrained(model)
@@ -72,6 +72,7 @@ def test_the_answer_ends_with_its_turn(model, capsys, answers):
     assert capsys.readouterr().out == "It is 4.<|im_end|>\n<|im_start|>user\n"
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(("words", "said"), [([], "4\n"), (["--no-stop"], "4<|endoftext|>!\n")])
 def test_an_answer_that_another_token_ends_has_no_token_of_it(model, capsys, monkeypatch, words, said):
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
@@ -97,6 +98,7 @@ def test_a_run_of_conversations_answers_by_the_template_that_it_was_trained_with
     assert capsys.readouterr().out == "2\n"
 
 
+@pytest.mark.redundant
 def test_a_run_of_plain_text_answers_by_the_template_of_the_model_that_it_was_started_from(model, tmp_path):
     run = tmp_path / "run"
     (run / "tokenizer").mkdir(parents=True)

@@ -31,6 +31,7 @@ def losses_and_graphs(comm, config):
     return losses, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "n_layer", "backend", "graphs"),
     [

@@ -89,6 +89,7 @@ def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
 
 
+@pytest.mark.redundant
 @given(
     name=text,
     paths=st.lists(text, max_size=3),
@@ -109,6 +110,7 @@ def _from_file_of(config, file, **flags):
     return validate(TrainConfig, merge(read_given(str(file)), flags))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("given", "flags", "setting", "value"),
     [

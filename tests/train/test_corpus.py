@@ -63,6 +63,7 @@ def test_a_stream_that_goes_on_reads_on_from_where_it_was(streamed, monkeypatch)
     assert took.count("train") <= 2
 
 
+@pytest.mark.redundant
 def test_a_stream_of_another_batch_goes_on_with_the_next_row(streamed, capsys):
     run_training(streamed(max_steps=3, eval_interval=0))
     config = streamed(max_steps=4, eval_interval=0, grad_accum_steps=3, resume="auto")
@@ -96,6 +97,7 @@ def test_what_validates_in_a_prepared_folder_was_never_streamed(streamed, tmp_pa
     assert "may hold for validation what the run was trained on: the run held out other" in capsys.readouterr().err
 
 
+@pytest.mark.redundant
 def test_other_tables_are_refused_when_a_run_goes_on(streamed, tmp_path):
     config = streamed(max_steps=2)
     run_training(config)

@@ -135,7 +135,7 @@ def test_a_run_with_states_in_another_format_is_held_to_their_bytes(tiny_config,
         assert (status, contract.difference, contract.num_checked) == (ExitStatus.OK, "", 2)
 
 
-@pytest.mark.redundant(but=["given0"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16", "grad_accum_steps": 2, "strategy": "zero3"}])
 def test_a_run_with_inputs_on_the_host_is_held_to_their_slots(tiny_config, given):
     config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1, **given)
@@ -150,6 +150,7 @@ def test_a_run_with_inputs_on_the_host_is_held_to_their_slots(tiny_config, given
     assert "host_inputs" in contract.line()
 
 
+@pytest.mark.redundant
 def test_slots_of_a_model_that_is_still_here_are_no_part_of_another_run(tiny_config):
     plain = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, warmup_steps=1)
     model = plain.model.model_copy(update={"n_layer": 3, "activation_checkpointing": "offload"})
@@ -181,7 +182,7 @@ QUICK = {
 }
 
 
-@pytest.mark.redundant(but=["adamw8bit, alone"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("optimizer", "num_ranks", "given"),
     [

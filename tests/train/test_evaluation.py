@@ -36,6 +36,7 @@ def run(text_config, made_once):
     return made_once("trained-on-text", train) / "run"
 
 
+@pytest.mark.redundant
 def test_all_of_a_split_is_scored_to_the_last_row(run):
     scores = local_score(EvalConfig(run=str(run), micro_batch_size=1))
     tokens = TokenDataset.open(run.parent / "tokens", "val")
@@ -62,6 +63,7 @@ def test_every_strategy_and_world_has_the_same_score(run, strategy, share, world
         assert (scores.num_tokens, scores.num_bytes) == (one.num_tokens, one.num_bytes)
 
 
+@pytest.mark.redundant
 def test_the_average_has_a_score_of_its_own(run):
     last, average = (local_score(EvalConfig(run=str(run), weights=weights)) for weights in ("last", "ema"))
     assert last.loss != average.loss
@@ -129,6 +131,7 @@ def test_tokens_without_text_have_no_bits(tiny_config):
     assert "bits" not in in_words(scores)
 
 
+@pytest.mark.redundant
 def test_one_line_is_printed_for_people_or_machines(run, capsys):
     assert run_eval(EvalConfig(run=str(run))) == 0
     words = capsys.readouterr().out

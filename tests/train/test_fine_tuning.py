@@ -83,6 +83,7 @@ def test_packed_rows_are_spread_and_gone_on_with_as_others_are_and_validate_alik
     assert local_score(EvalConfig(run=str(tmp_path / "whole"))).loss == pytest.approx(whole["val"][0], rel=1e-5)
 
 
+@pytest.mark.redundant
 def test_a_loss_is_that_of_the_answers_alone(chat_config):
     run = built(chat_config(micro_batch_size=4, model="gpt2-demo"))
     tokens, targets = run.corpus.batches(0, 0)
@@ -95,6 +96,7 @@ def test_a_loss_is_that_of_the_answers_alone(chat_config):
     assert record.loss == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.redundant
 def test_a_run_keeps_its_template_and_is_evaluated_on_the_answers(chat_config, tmp_path):
     path = chats.write_tokenizer(
         tmp_path / "model",
@@ -113,6 +115,7 @@ def test_a_run_keeps_its_template_and_is_evaluated_on_the_answers(chat_config, t
     assert 0 < scores.num_tokens < 200
 
 
+@pytest.mark.redundant
 def test_each_validation_set_is_logged_by_its_name(chat_config, tmp_path):
     rows = chats.conversations(20, seed=1)
     for name, some in (("a", rows[:9]), ("b", rows[9:])):
@@ -146,6 +149,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.redundant(but=["data.template: no.jinja cannot"])
 @pytest.mark.parametrize(("words", "line"), REFUSALS, ids=[line[:30] for _, line in REFUSALS])
 def test_what_cannot_be_is_refused_in_a_line(words, line, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -155,6 +159,7 @@ def test_what_cannot_be_is_refused_in_a_line(words, line, tmp_path, monkeypatch,
     assert re.fullmatch(rf"error: [^\n]*{line}[^\n]*\n", err), err
 
 
+@pytest.mark.redundant
 def test_a_folder_of_examples_is_not_read_as_text(chat_config, tmp_path):
     trained(chat_config())
     data = {"format": "text", "template": "", "messages": "messages"}

@@ -26,6 +26,7 @@ def _draw(model, num_tokens=20, seed=0, **kwargs):
     return list(sample(model, torch.tensor([7]), num_tokens, generator=generator, **kwargs))
 
 
+@pytest.mark.redundant
 def test_a_seed_decides_the_draws(model):
     assert _draw(model) == _draw(model)
     assert _draw(model) != _draw(model, seed=1)
@@ -94,6 +95,7 @@ def test_a_prompt_without_tokens_is_refused(model):
         list(sample(model, torch.tensor([], dtype=torch.int64), 1))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.soak)])
 def test_a_trained_run_writes_what_it_learned(text_config, capsys, tmp_path, strategy):
     config = text_config(strategy=strategy, max_steps=60, lr=0.02, eval_interval=0)
@@ -192,6 +194,7 @@ def test_ids_that_pad_a_vocabulary_are_never_drawn():
     assert max(sample(model, prompt, 40)) >= 200
 
 
+@pytest.mark.redundant
 def test_a_configuration_that_is_not_the_checkpoints_is_told_in_a_line(text_config):
     config = text_config(max_steps=2, eval_interval=0)
     assert run_training(config) == 0
@@ -214,6 +217,7 @@ def test_the_command_prints_each_text_below_its_seed(text_config, capsys):
     assert capsys.readouterr().out == "".join(alone)
 
 
+@pytest.mark.redundant
 def test_a_model_computes_in_the_type_that_was_asked_for(text_config):
     config = text_config(max_steps=1, warmup_steps=0, eval_interval=0)
     assert run_training(config) == 0

@@ -23,6 +23,7 @@ def run(tiny_config, tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.redundant
 def test_a_run_is_its_newest_checkpoint_and_an_older_one_can_be_named(run, tmp_path, capsys):
     one, two = (run / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     for name, source in (("newest", run), ("two", two), ("one", one)):
@@ -37,6 +38,7 @@ def test_a_run_is_its_newest_checkpoint_and_an_older_one_can_be_named(run, tmp_p
     assert sorted(file.name for file in (tmp_path / "newest").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.redundant
 def test_the_average_can_be_exported(run, tmp_path):
     assert main(["export", str(run), str(tmp_path / "hf"), "--weights", "ema"]) == 0
     average = checkpoint.consolidate(run / "checkpoints" / "step-00000002")["ema"]
@@ -45,6 +47,7 @@ def test_the_average_can_be_exported(run, tmp_path):
     )
 
 
+@pytest.mark.redundant
 def test_an_index_says_where_each_tensor_is(run, tmp_path):
     assert main(["export", str(run), str(tmp_path / "hf"), "--max-shard-size", "10KB"]) == 0
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
@@ -54,6 +57,7 @@ def test_an_index_says_where_each_tensor_is(run, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for file in files for t in load_file(file).values())
 
 
+@pytest.mark.redundant
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run, tmp_path, refusal):
     out = tmp_path / "hf"
     assert "there is no folder" in refusal("export", tmp_path / "nothing", out)

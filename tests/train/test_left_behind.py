@@ -48,6 +48,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.redundant(but=["weights of another model", "an import of nothing"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_leaves_nothing_behind(folder, name):
     (folder / "broken.jsonl").write_text('{"text": "a document"}\n' * 50 + "{\n")
@@ -71,6 +72,7 @@ def test_files_of_another_program_are_not_written_over(folder, capsys, resume, n
     assert everything(theirs) == {name: b"title = 'mine'\n"}
 
 
+@pytest.mark.redundant
 def test_runs_resume_that_have_a_lock_or_a_checkpoint_alone(folder):
     words = f"train {TRAIN} {OURS} {DATA} --out run --resume auto".split()
     os.remove("run/run.lock")  # as in a copy, or a run that was imported
@@ -84,6 +86,7 @@ def incomplete(path):
     (path / "rank-00000-of-00001.safetensors").write_bytes(b"left")
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("words", "name"),
     [

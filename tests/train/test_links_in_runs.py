@@ -61,6 +61,7 @@ OPENED = (
 )
 
 
+@pytest.mark.redundant(but=["wandb"])
 @pytest.mark.parametrize("name", OPENED)
 def test_a_run_is_refused_in_whose_folder_a_link_stands_for_what_it_opens(folder, refusal, name):
     _replaced_by_a_link(folder / "run" / name, folder)
@@ -96,6 +97,7 @@ def test_no_writer_opens_a_link_that_comes_to_the_folder_after_the_check(folder,
     assert _everything_but_the_run(folder) == before
 
 
+@pytest.mark.redundant
 def test_the_folder_of_a_run_may_be_a_link_itself(folder):
     (folder / "run").rename(folder / "elsewhere")
     (folder / "run").symlink_to("elsewhere")
@@ -103,6 +105,7 @@ def test_the_folder_of_a_run_may_be_a_link_itself(folder):
     assert json.loads((folder / "elsewhere" / "summary.json").read_text())["step"] == 2
 
 
+@pytest.mark.redundant(but=[".step-00000002.tmp"])
 @pytest.mark.parametrize("name", ["step-00000001", ".step-00000002.tmp"])
 def test_a_link_in_the_place_of_a_checkpoint_is_deleted_and_not_what_it_leads_to(folder, name):
     shutil.copytree(f"run/{CHECKPOINT}", "precious/step-00000001")

@@ -97,6 +97,7 @@ def test_a_peer_that_torch_s_own_collectives_lose_is_told_in_a_line_and_status_f
     assert line.startswith("error: rank 0: a collective failed: a peer was lost or never came")
 
 
+@pytest.mark.redundant
 def test_what_communication_costs_is_told_by_unit_kind_and_phase(tiny_config):
     config = tiny_config(strategy="zero3", micro_batch_size=1)
     _train_as_threads(config, 2)
@@ -171,6 +172,7 @@ def test_a_signal_is_noted_saved_for_and_told_by_the_status(tiny_config, monkeyp
     assert events_of(config.out, "end")[0]["status"] == status.name.lower()
 
 
+@pytest.mark.redundant
 def test_too_many_steps_that_are_not_finite_stop_the_run_with_its_weights_as_they_were(built_run, capsys):
     run = built_run(eval_interval=0, optim={"max_not_finite": 2})
     before = {}
@@ -231,6 +233,7 @@ def test_a_run_freezes_nothing_where_its_caller_has_frozen_objects(by_caller, bu
     assert calls == ([] if by_caller else ["freeze", "unfreeze"])
 
 
+@pytest.mark.redundant
 def test_an_interrupt_leaves_a_log_of_whole_lines(tiny_config, monkeypatch):
     config = tiny_config(eval_interval=0)
     take_step, calls = loop.take_step, 0
@@ -254,6 +257,7 @@ def test_dropout_has_another_seed_for_each_step_and_rank(built_run):
     assert step_seed(0, 3, 1) == step_seed(0, 3, 1)
 
 
+@pytest.mark.redundant
 def test_interval_zero_means_only_at_the_end(built_run):
     run = built_run(eval_interval=0, checkpoint_interval=0)
     train(replace(run, schedule=replace(run.schedule, max_steps=2)))

@@ -119,6 +119,7 @@ def save_gpt2(folder):
     return folder
 
 
+@pytest.mark.redundant(but=["gpt2-targets1"])
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
@@ -156,6 +157,7 @@ def test_peft_opens_the_adapters_and_transformers_the_merged_model(hf_folder, tm
     assert (written["base_model_name_or_path"], written["r"]) == (str(folder), RANK)
 
 
+@pytest.mark.redundant(but=["llama-tiny"])
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
     config = config_of({"name": name, **OURS[name]}, lora={"targets": ["all-linear"]})
@@ -175,6 +177,7 @@ def test_our_own_models_take_adapters_and_are_exported_merged(tmp_path, name):
         torch.testing.assert_close(opened.eval()(TOKENS).logits, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("changed", [{"lora": {"rank": 2}}, {}])
 def test_adapters_of_weights_that_nobody_trained_are_warned_of(tiny_config, capsys, changed):
     run = build_run(

@@ -87,7 +87,7 @@ def test_a_run_has_the_bits_of_one_without_and_keeps_to_its_plan(tiny_config, wa
         assert all(torch.equal(state[name], there[name]) for name in state)
 
 
-@pytest.mark.redundant(but=["disk-all-0"])
+@pytest.mark.redundant
 @pytest.mark.pairwise("state")
 @pytest.mark.parametrize("lora", [2, 0])
 @pytest.mark.parametrize("state", ["all", "disk-all"])
@@ -220,6 +220,7 @@ def test_files_that_the_disk_has_no_room_for_are_refused_before_anything_is_buil
     assert not Path(config.out, "config.toml").exists()
 
 
+@pytest.mark.redundant
 def test_a_leading_tilde_is_the_users_home(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     config = tiny_config(offload={"state": "disk", "path": "~/states"}, max_steps=2, eval_interval=0)
@@ -234,6 +235,7 @@ def test_a_leading_tilde_is_the_users_home(tiny_config, tmp_path, monkeypatch):
     assert not (tmp_path / "home" / "states").exists()
 
 
+@pytest.mark.redundant
 def test_a_disk_that_fails_in_a_step_ends_the_run_as_storage_that_fails(tiny_config, monkeypatch, capsys):
     config, write, written = tiny_config(offload="disk", eval_interval=0), disk.os.pwritev, []
 
@@ -253,6 +255,7 @@ def test_a_disk_that_fails_in_a_step_ends_the_run_as_storage_that_fails(tiny_con
     assert re.fullmatch(rf"error: {config.out}: {number} {why}: {file}; {todo}", last), last
 
 
+@pytest.mark.redundant
 def test_a_run_that_holds_other_bytes_than_planned_is_stopped(tiny_config):
     config = tiny_config(plan={"enforce": True}, eval_interval=0, max_steps=3, offload="optimizer")
 

@@ -42,6 +42,7 @@ def saved(kind, folder, **changes):
     return folder / "model"
 
 
+@pytest.mark.redundant(but=["gpt2-demo"])
 @pytest.mark.parametrize("kind", ["gpt2-demo", "llama-tiny", "llama", "gpt_neox", "gemma2", "mistral"])
 def test_loss_and_gradients_of_packed_examples_are_those_of_single_ones(examples, kind, tmp_path):
     model = made(kind, tmp_path)
@@ -78,6 +79,7 @@ def packed_config(tiny_config, tmp_path):
     return make
 
 
+@pytest.mark.redundant
 def test_a_run_says_how_full_its_rows_are(packed_config):
     run = built(packed_config())
     tokens, _, positions = run.corpus.batches(0, 0)

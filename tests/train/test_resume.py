@@ -157,6 +157,7 @@ def test_auto_starts_afresh_where_nothing_was_ever_completed_and_refuses_where_a
         built(config)
 
 
+@pytest.mark.redundant
 def test_the_manifest_has_configuration_versions_and_position(tiny_config):
     config = tiny_config(max_steps=3)
     train_on(LocalCommunicator(), config)
@@ -169,6 +170,7 @@ def test_the_manifest_has_configuration_versions_and_position(tiny_config):
     assert {name for group in manifest.param_groups for name in group["params"]} == names
 
 
+@pytest.mark.redundant
 def test_tokens_are_counted_on_where_a_step_has_another_number_of_them(tiny_config):
     config = tiny_config(max_steps=4, eval_interval=0)
     assert run_training(config) == 0
@@ -181,6 +183,7 @@ def test_tokens_are_counted_on_where_a_step_has_another_number_of_them(tiny_conf
     assert checkpoint.read_manifest(newest).extra["position"]["tokens"] == tokens
 
 
+@pytest.mark.redundant
 def test_a_finished_run_that_is_resumed_keeps_its_result(tiny_config, capfd):
     config = tiny_config()
     assert run_training(config) == 0

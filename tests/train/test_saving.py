@@ -42,6 +42,7 @@ class _Heard:
         assert told == [0, 0]
 
 
+@pytest.mark.redundant
 def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_config, monkeypatch):
     """Or the watchdogs of those that have written would end the run, which waits for the slowest disk."""
     heard, write = _Heard(), api.write_rank
@@ -61,6 +62,7 @@ def test_every_rank_hears_that_one_of_them_gets_on_with_the_last_save(tiny_confi
         assert last == math.inf  # all is saved
 
 
+@pytest.mark.redundant
 def test_a_batch_of_an_evaluation_is_progress(tiny_config):
     heard = []
     config = tiny_config(max_steps=2, eval_interval=1, ema_decay=0.9)

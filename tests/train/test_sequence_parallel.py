@@ -29,7 +29,7 @@ def shares(size, **changes):
     return {"model": LLAMA, "sequence_parallel": size, **given, **changes}
 
 
-@pytest.mark.redundant(but=["4-4-changes2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("size", "world", "changes"),
     [
@@ -111,7 +111,7 @@ def test_a_run_resumes_at_another_number_of_ranks_to_a_sequence(tiny_config, tmp
     assert "sequence" not in json.dumps({key: value for key, value in manifest.items() if key != "extra"})
 
 
-@pytest.mark.redundant(but=["2-changes2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("world", "changes"),
     [

@@ -83,6 +83,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_alone(fails_in, capsys):
     assert tracker.calls[-1][0] == fails_in
 
 
+@pytest.mark.redundant
 def test_tensorboard_has_the_numbers_of_the_log(tiny_config):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -39,6 +39,7 @@ def attached(model, optimizers=()):
     return found
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [2, 3])
 def test_twelve_blocks_get_three_hundred_hooks_and_entries(stage):
     """Per unit two hooks of calls, one of its state and one method; one hook per parameter, and per owner of some."""
@@ -112,6 +113,7 @@ def write_by_methods(turn):
     turn.loss().backward()
 
 
+@pytest.mark.redundant
 def test_a_part_of_a_unit_takes_what_its_own_methods_write():
     assert_every_stage_equals_one_process(partial(Net, block=pair), write_by_methods)
 

@@ -61,6 +61,7 @@ def _files_of_a_step(comm, name):
     return {str(Path(name).relative_to(ENGINE)) for name in ran if Path(name).is_relative_to(ENGINE)}
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("name", MOST_OTHER_FILES)
 def test_an_ordinary_step_runs_through_few_files(name, monkeypatch):
     gc.collect()  # engines that other tests have left hear of optimizers until they are gone

@@ -20,6 +20,7 @@ def test_compute_and_reduction_have_a_dtype_each():
     assert MixedPrecision(torch.bfloat16, torch.float32).gradient_dtype(torch.complex64) == torch.complex64
 
 
+@pytest.mark.redundant(but=["3-reduce_dtype1"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):
@@ -37,6 +38,7 @@ def test_bf16_has_the_same_bits_at_every_stage(world_size, reduce_dtype):
         assert not torch.equal(states[0][name], full)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", STAGES)
 def test_bf16_computes_in_bf16_and_keeps_fp32_masters(stage):
     net = Net()

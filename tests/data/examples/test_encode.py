@@ -19,6 +19,7 @@ def counted(tokenizer, encoded):
     return tokenizer.decode(encoded.ids[encoded.counts])
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("bytes_alone", [False, True])
 def test_of_a_conversation_the_answers_count(tokenizer, bytes_alone):
     tokenizer = ByteTokenizer() if bytes_alone else tokenizer
@@ -32,6 +33,7 @@ def test_of_a_conversation_the_answers_count(tokenizer, bytes_alone):
         assert tokenizer.decode(encoded.ids) == text.text
 
 
+@pytest.mark.redundant
 def test_ids_are_those_of_transformers(tokenizer, tmp_path):
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     rows = chats.conversations(6)

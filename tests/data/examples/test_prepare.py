@@ -42,6 +42,7 @@ def test_a_folder_holds_every_example_once(prepared):
     assert verify(prepared) == ()
 
 
+@pytest.mark.redundant
 def test_examples_validate_by_their_content(prepared, tmp_path):
     rows = chats.conversations(200)
     some = chats.write_rows(tmp_path / "some.jsonl", rows[:50:-1])
@@ -63,6 +64,7 @@ def test_of_few_examples_some_train_and_some_validate(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.redundant
 def test_rows_of_every_kind_of_table_give_the_same_tokens(prepared, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = chats.conversations(200)
@@ -75,6 +77,7 @@ def test_rows_of_every_kind_of_table_give_the_same_tokens(prepared, tmp_path):
         assert read_meta(other).tokens_sha256 == read_meta(prepared).tokens_sha256
 
 
+@pytest.mark.redundant
 def test_a_folder_is_used_again_for_the_same_choices_alone(prepared, tmp_path):
     rows, own = tmp_path / "rows.jsonl", tmp_path / "own.jinja"
     assert prepare(spec_of(rows), prepared) == prepared

@@ -47,6 +47,7 @@ def test_a_contestant_that_offloads_takes_the_same_steps():
     assert torch.equal(*ends)
 
 
+@pytest.mark.redundant
 def test_one_rank_measures_in_this_process():
     report = step.run(StepBench(nproc=1, shapes=("tiny",), contestants=("plain", "zero2"), rounds=2, steps=1))
     assert [(row["shape"], row["name"]) for row in report.rows] == [("tiny", "plain"), ("tiny", "zero2")]

@@ -90,6 +90,7 @@ def test_nothing_is_said_of_stage_zero_where_it_is_not_known(tmp_path):
         assert at_stage_zero(read_run(tmp_path / name), {"params": 4}) == {}
 
 
+@pytest.mark.redundant
 def test_files_are_no_memory_and_state_on_the_host_has_colours_of_its_own(text_config, tmp_path):
     offload = {"state": "disk", "path": str(tmp_path / "files")}
     config = text_config(max_steps=2, eval_interval=0, strategy="zero2", offload=offload)

@@ -147,7 +147,7 @@ def test_every_optimizer_of_torch_is_known():
     assert shipped - {Optimizer} == OF_TORCH.keys()
 
 
-@pytest.mark.redundant(but=["Adafactor-settings11", "LBFGS-settings12", "Muon-settings13", "SparseAdam-settings14"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
@@ -174,6 +174,7 @@ def test_no_optimizer_of_torch_is_tried_when_a_model_is_trained(monkeypatch):
         classify(type("Own", (Own,), {}))
 
 
+@pytest.mark.redundant
 def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it():
     class AdamW(torch.optim.AdamW):
         @torch.no_grad()
@@ -187,6 +188,7 @@ def test_a_subclass_of_a_class_of_torch_is_not_taken_for_it():
     assert classify(AdamW).reach is Reach.CROSS_TENSOR
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("cls", "reach"),
     [
@@ -200,12 +202,14 @@ def test_classes_of_ones_own(cls, reach):
     assert kind.reach is reach, kind.reason
 
 
+@pytest.mark.redundant
 def test_a_setting_decides_in_the_class_or_in_the_group():
     for whole, reach in ((False, Reach.ELEMENT_WISE), (True, Reach.PER_TENSOR)):
         assert classify(ByFlag, {"whole": whole}).reach is reach
         assert classify(ByFlag, {"whole": not whole}, {"whole": whole, "params": [1]}).reach is reach
 
 
+@pytest.mark.redundant
 def test_a_class_that_refuses_its_settings_says_so_itself():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'rank'"):
         classify(NeedsASetting)
@@ -222,6 +226,7 @@ def test_a_class_that_takes_no_param_groups_is_told_so():
     assert classify(Listed).reason == "it takes a list of parameters alone, and is given param groups here"
 
 
+@pytest.mark.redundant
 def test_generators_and_settings_are_left_as_they_were():
     betas, lr = [0.9], torch.tensor(0.5)
 
@@ -241,6 +246,7 @@ def test_generators_and_settings_are_left_as_they_were():
     assert (betas, lr.item()) == ([0.9], 0.5)
 
 
+@pytest.mark.redundant
 def test_the_answer_does_not_depend_on_modes_that_are_on():
     Another = own("as it is")
     with torch.no_grad():
@@ -284,6 +290,7 @@ def test_a_declaration_may_depend_on_settings_and_say_which_dimensions():
     assert classify(Declared, {"matrices": True}, {"matrices": False}).reach is Reach.ELEMENT_WISE
 
 
+@pytest.mark.redundant
 def test_a_declaration_is_not_inherited_and_holds_for_a_class_that_was_tried_before():
     declared = own("trust ratio", zero_reach="element-wise")
     heir = type("Heir", (declared,), {})
@@ -314,6 +321,7 @@ def test_the_engine_takes_a_class_at_its_word():
 # -- parameters on a GPU: unknown classes are tried on the CPU ----------------------------------------------------
 
 
+@pytest.mark.redundant
 def test_a_class_is_tried_on_the_cpu_once_wherever_its_parameters_live():
     class Counted(Own):
         devices: ClassVar = []
@@ -329,6 +337,7 @@ def test_a_class_is_tried_on_the_cpu_once_wherever_its_parameters_live():
     assert len(Counted.devices) == num_built
 
 
+@pytest.mark.redundant
 def test_settings_for_parameters_on_a_gpu_are_translated():
     class Another(torch.optim.AdamW):
         pass
@@ -469,7 +478,7 @@ class EndsLater(CountsInItsGroup):
 SEEN = [CountsInItsGroup, CountsInItsState, CountsInANumberOfItsState, CountsInAnAttribute, CountsInADict]
 
 
-@pytest.mark.redundant(but=["CountsInANumberOfItsState"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("cls", SEEN)
 def test_what_a_class_begins_later_is_seen(cls):
     assert classify(cls).reach is Reach.PER_TENSOR
@@ -477,6 +486,7 @@ def test_what_a_class_begins_later_is_seen(cls):
     assert "from a later step on" in classify(cls).reason
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("warm", [345, pytest.param(6789, marks=SOAK)])
 def test_a_setting_that_names_a_step_is_tried_around_it(warm):
     for cls in (CountsInItsGroup, CountsInANumberOfItsState):
@@ -484,6 +494,7 @@ def test_a_setting_that_names_a_step_is_tried_around_it(warm):
         assert classify(cls, {"warm": warm, "over": "all"}).reach is Reach.CROSS_TENSOR
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("cls", [CountsByALength, CountsInAnIterator, EndsLater])
 def test_a_class_whose_later_steps_cannot_be_tried_gets_whole_tensors(cls):
     assert classify(cls).reach is Reach.PER_TENSOR
@@ -494,6 +505,7 @@ class AlwaysAlike(CountsInItsState):
         return False
 
 
+@pytest.mark.redundant
 def test_a_class_that_counts_and_changes_nothing_stays_element_wise():
     assert classify(AlwaysAlike).reach is Reach.ELEMENT_WISE
 
@@ -563,6 +575,7 @@ def test_what_follows_the_progress_of_training_is_seen():
     assert classify(LowersItsRate, {"over": "all"}).reach is Reach.CROSS_TENSOR
 
 
+@pytest.mark.redundant
 def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
     class AboveTen(Own):
         def update(self, param, group):
@@ -572,6 +585,7 @@ def test_a_group_with_another_learning_rate_is_tried_at_that_rate():
     assert classify(AboveTen, {}, {"lr": 11.0}).reach is Reach.PER_TENSOR
 
 
+@pytest.mark.redundant(but=["dtype0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
     assert classify(RoundsAtRandom, {"narrow": dtype}, dtype=dtype).reach is Reach.RANDOM
@@ -583,6 +597,7 @@ def test_random_rounding_in_the_dtype_of_the_weights_is_seen(dtype):
         Zero(model, 0, comm=NullCommunicator(2)).optimizer(RoundsAtRandom, narrow=dtype)
 
 
+@pytest.mark.redundant
 def test_a_class_that_takes_matrices_in_one_dtype_alone_is_tried_in_it():
     class MatricesInFp32(Own):
         def update(self, param, group):

@@ -37,6 +37,7 @@ def prune(params):
             param.mul_((param.abs() > 0.2).to(param.dtype))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("write", [clip, prune])
 @at_stages(0, 1, 2)
 def test_what_is_written_between_backward_and_step_is_kept(stage, write):
@@ -60,6 +61,7 @@ def test_what_is_written_between_backward_and_step_is_kept(stage, write):
             assert torch.equal(after[name], torch.where(kept, old, new.float()))
 
 
+@pytest.mark.redundant
 @at_stages(*STAGES)
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 def test_weights_that_are_drawn_anew_before_the_first_step_are_the_ones_that_train(stage):
@@ -115,6 +117,7 @@ def test_sharded_weights_are_not_written_to(write):
         assert max(value.abs().max() for value in state.values()) == torch.tensor(0.1, dtype=torch.bfloat16).float()
 
 
+@pytest.mark.redundant
 def test_a_forward_may_clip_its_own_weights():
     class Clipped(nn.Linear):
         def forward(self, x):
@@ -182,7 +185,7 @@ def leaf(value):
     return value[0][0] if isinstance(value, list) else value
 
 
-@pytest.mark.redundant(but=["in a list"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_unit_may_return_its_weights(look):
     def path(net, x):
@@ -256,6 +259,7 @@ def test_a_frozen_base_has_no_masters(stage, world_size):
     assert {shard.tensor.dtype for shard in zero.named_shards()} == {torch.float32}
 
 
+@pytest.mark.redundant
 @at_stages(*STAGES)
 def test_a_frozen_base_that_is_trained_later_gets_its_masters(stage):
     def go(comm):
@@ -300,6 +304,7 @@ WRITES = {
 }
 
 
+@pytest.mark.redundant(but=["as an output"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_into_sharded_weights_names_full_params(write):
@@ -316,6 +321,7 @@ def test_a_write_into_sharded_weights_names_full_params(write):
         optim.zero_grad()
 
 
+@pytest.mark.redundant(but=["1-in place-bf16", "3-by an assignment to .data-bf16"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES)

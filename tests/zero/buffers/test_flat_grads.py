@@ -103,6 +103,7 @@ def test_gradients_arrive_in_any_dtype_and_sparse():
     assert grads.reduced.dtype == torch.float64
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_cleared_gradients_hold_no_memory_and_zeroed_ones_do(stage, world_size):

@@ -41,6 +41,7 @@ def _engine(stage=2, cls=torch.optim.SGD, **settings):
     return net, zero, zero.optimizer(cls, lr=0.1, **settings)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [

@@ -46,6 +46,7 @@ def _masters(unit):
     }
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_leave_their_group_for_one_that_keeps_tensors_whole(stage, precision):

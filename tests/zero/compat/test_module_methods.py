@@ -132,6 +132,7 @@ def test_an_engine_inside_of_another_models_ddp_forward_is_left_alone(process_gr
     assert DistributedDataParallel(Student())(rows(0)).isfinite()
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_from_before_the_step_is_refused_by_autograd_as_in_one_process(stage, precision):

@@ -56,6 +56,7 @@ def _sharded(comm, stage, transform, steps):
     return found, model(X).detach()
 
 
+@pytest.mark.redundant(but=["3-0-_mapped"])
 @pytest.mark.parametrize("transform", [_grads, _mapped])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

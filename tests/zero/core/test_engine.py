@@ -123,7 +123,7 @@ def _ranks(num_ranks, stage, **settings):
     return run_threads(partial(_train, stage=stage, **settings), num_ranks)
 
 
-@pytest.mark.redundant(but=["bf16-1"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("num_micro", [1, 3])
 @pytest.mark.parametrize("precision", [None, Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
 def test_every_stage_trains_with_the_same_bits(precision, num_micro):
@@ -163,6 +163,7 @@ def test_ranks_compute_what_one_process_does(num_ranks):
     _assert_computed(_ranks(num_ranks, 3)[0], _alone(num_ranks))
 
 
+@pytest.mark.redundant
 def test_what_one_stage_and_world_saves_another_loads():
     saved = _ranks(3, 3, alike=True)[0][2:]
     loaded = [_ranks(2, stage, state=saved, alike=True)[0] for stage in STAGES]
@@ -183,7 +184,7 @@ def calls_again(net, rank, step):
     loss.backward()
 
 
-@pytest.mark.redundant(but=["skips"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("take_turn", [skips, calls_again])
 def test_a_rank_may_skip_a_unit_or_call_it_again(take_turn):
     def go(comm, stage):

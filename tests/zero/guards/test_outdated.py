@@ -62,7 +62,7 @@ READS = {
 }
 
 
-@pytest.mark.redundant(but=["0-fp32", "1-fp32"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", WHOLE)
 def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precision):
@@ -78,6 +78,7 @@ def test_weights_that_are_read_after_a_step_are_those_of_the_step(stage, precisi
     run_threads(go, 2)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_may_read_alone_and_waits_for_the_others_next_forward(stage):
     def go(comm):
@@ -139,15 +140,7 @@ def by_vector(net):
     nn.utils.vector_to_parameters(clipped, net.parameters())
 
 
-@pytest.mark.redundant(
-    but=[
-        "3-clamp-before the step-fp32",
-        "3-by_vector-before the step-fp32",
-        "1-clamp_data-after the step, in full_params-bf16",
-        "0-clamp-after the step-bf16",
-        "2-assign-before the step-bf16",
-    ]
-)
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -252,6 +245,7 @@ def _held(net):
     return view, net.blocks[0].weight.detach(), (view * view).sum()
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("gathering", [MixedPrecision(), MixedPrecision(gather="int8")], ids=["whole", "int8"])
 def test_views_from_full_params_keep_their_values_and_their_memory(gathering):
     def go(comm):
@@ -274,6 +268,7 @@ def test_views_from_full_params_keep_their_values_and_their_memory(gathering):
     run_threads(go, 2)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("write_back", [False, True])
 def test_a_penalty_on_a_view_may_be_backpropagated_outside_of_full_params(stage, write_back):

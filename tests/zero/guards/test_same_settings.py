@@ -80,6 +80,7 @@ def test_different_arguments_and_models_are_refused_on_every_rank(arguments, par
     _all_say(_errors(rank_main), part)
 
 
+@pytest.mark.redundant(but=["optimizers1-parts1-0"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("optimizers", "parts"),
@@ -104,6 +105,7 @@ def test_different_optimizers_are_refused_before_the_first_step(stage, optimizer
     _all_say(_errors(rank_main), "optimizer: rank 0 has", "rank 1 has", "give every rank the same", *parts)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("during_a_step_alone", [False, True])
 def test_a_learning_rate_that_begins_to_differ_is_refused_before_the_next_step(stage, during_a_step_alone):

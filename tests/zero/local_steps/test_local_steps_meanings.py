@@ -65,6 +65,7 @@ def test_another_stage_between_outer_steps_keeps_global_weights():
         assert same_bits(local, local_then)
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 2])
 def test_whole_tensors_and_parameters_that_are_trained_later(stage):
     def rank_main(comm):

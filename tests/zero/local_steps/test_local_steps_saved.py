@@ -24,7 +24,7 @@ def _saved(path, settings, at, stage=2, shard_size=1, world_size=2):
     return run_threads(rank_main, world_size)
 
 
-@pytest.mark.redundant(but=["diloco-3-3", "fragments-3-3"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("now", [3, pytest.param(0, marks=SOAK), pytest.param(2, marks=SOAK)])
 @pytest.mark.parametrize("at", [2, 3, pytest.param(0, marks=SOAK), pytest.param(4, marks=SOAK)])
 @ALL_KINDS
@@ -45,6 +45,7 @@ def test_a_restart_has_the_same_bits_at_any_stage(settings, at, now, tmp_path):
         assert same_bits(local, local_now)
 
 
+@pytest.mark.redundant
 def test_another_number_of_replicas_begins_at_the_global_weights(tmp_path):
     expected = _saved(tmp_path / "c", DILOCO, 5, shard_size=2, world_size=4)
 
@@ -126,6 +127,7 @@ def test_whoever_reads_weights_reads_the_global_weights(tmp_path):
     assert {kind for state in full["optimizer"]["state"].values() for kind in state} == kinds
 
 
+@pytest.mark.redundant
 def test_replicas_may_begin_at_a_checkpoint_that_knows_of_none_and_take_outer_steps_as_if_from_its_start(tmp_path):
     """So that checkpoints, evaluations and the last step fall on the same multiples of ``every``."""
 

@@ -332,6 +332,7 @@ def test_one_run_at_a_time_uses_a_file(path):
     third.close()
 
 
+@pytest.mark.redundant
 def test_a_run_that_is_killed_between_two_units_leaves_a_file_that_the_next_takes_over(path):
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, timeout=600)
     assert ended.returncode == -signal.SIGKILL

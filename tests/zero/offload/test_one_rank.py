@@ -65,14 +65,7 @@ def _trained(offload, optimizer, around, dtype):
 _plain = {}
 
 
-@pytest.mark.redundant(
-    but=[
-        "AdamW-accumulated-fp32-disk-late",
-        "SGD-skipped-fp32-host-thread",
-        "Muon-clipped-bf16-half on the host-late",
-        "AdamW-skipped-bf16-masters on disk-late",
-    ]
-)
+@pytest.mark.redundant
 @pytest.mark.pairwise("optimizer", "place")
 @pytest.mark.parametrize("executor", ["late", "thread"])
 @pytest.mark.parametrize("place", PLACES)
@@ -179,7 +172,7 @@ class _Most(TorchDispatchMode):
         return result
 
 
-@pytest.mark.redundant(but=["fp32-False-1"])
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -233,7 +226,7 @@ def _step(net, zero, optim, step):
     optim.zero_grad()
 
 
-@pytest.mark.redundant(but=["host-bf16-adapters", "disk-fp32-adapters", "host-fp32-all are trained"])
+@pytest.mark.redundant(but=["host-bf16-adapters"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("build", [lambda: Net(3), _AdaptedNet], ids=["all are trained", "adapters"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -63,6 +63,7 @@ def test_replicas_of_all_tensors_are_those_of_one_process():
         check(found)
 
 
+@pytest.mark.redundant
 def test_a_checkpoint_keeps_what_it_has_estimated(tmp_path):
     """`check` asserts it."""
 
@@ -78,6 +79,7 @@ def test_a_checkpoint_keeps_what_it_has_estimated(tmp_path):
     check(run_threads(rank_main, 2)[0])
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_trains_it_at_every_stage_and_changes_between_them(stage):
     """`check` asserts it."""

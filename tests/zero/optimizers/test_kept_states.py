@@ -63,6 +63,7 @@ def saved(tmp_path_factory):
     return folder, {name: run_threads(lambda comm, name=name: save(comm, name), 2)[0] for name in OPTIMIZERS}
 
 
+@pytest.mark.redundant(but=["SGD-AdamW fused"])
 @pytest.mark.parametrize(("theirs", "ours"), list(permutations(OPTIMIZERS, 2)))
 def test_a_checkpoint_of_another_optimizer_is_refused_before_anything_changes(saved, theirs, ours):
     folder, continued = saved
@@ -123,6 +124,7 @@ WRONG = {
 }
 
 
+@pytest.mark.redundant(but=["ddp-a whole number"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_state_of_another_shape_or_dtype_is_refused_before_anything_changes(trained, wrong):
     name, reader = trained
@@ -136,6 +138,7 @@ def test_a_state_of_another_shape_or_dtype_is_refused_before_anything_changes(tr
     assert not strategy.optimizer.state
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "step"])
 def test_a_parameter_with_some_of_its_states_is_refused(trained, kind):
     name, reader = trained
@@ -144,6 +147,7 @@ def test_a_parameter_with_some_of_its_states_is_refused(trained, kind):
         _strategy(name).load_named_shards(reader)
 
 
+@pytest.mark.redundant
 def test_a_parameter_without_states_begins_without_them(trained):
     """A parameter that had no gradient has none."""
     name, reader = trained
@@ -204,6 +208,7 @@ def test_a_class_may_begin_to_keep_a_state_later(num_steps):
     assert all(torch.equal(*pair) for pair in zip(net.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_optimizers_own_load_refuses_what_it_does_not_keep(stage):
     net = _net()

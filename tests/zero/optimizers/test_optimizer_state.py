@@ -42,7 +42,7 @@ def assert_same(found, expected):
             torch.testing.assert_close(found["state"][number][kind], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.redundant(but=["2-Adafactor"])
+@pytest.mark.redundant
 @pytest.mark.pairwise("stage")
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("stage", STAGES)

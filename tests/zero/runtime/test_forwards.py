@@ -72,19 +72,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.redundant(
-    but=[
-        "both_at_once-0",
-        "first_dropped-3",
-        "last_dropped-1",
-        "each_by_itself-0",
-        "with_evaluation-1",
-        "the_last_first-3",
-        "between_two-3",
-        "three_at_once-1",
-        "one_of_another-0",
-    ]
-)
+@pytest.mark.redundant
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("turn", TURNS)
 def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
@@ -100,19 +88,7 @@ def test_weights_are_gathered_and_freed_for_each_call(turn, prefetch):
     assert sum(group.params.full_bytes > 0 for unit in zero.units[1:] for group in unit.groups) == 1
 
 
-@pytest.mark.redundant(
-    but=[
-        "the_last_first-3-0",
-        "first_dropped-row1-1",
-        "last_dropped-row1-1",
-        "between_two-row1-1",
-        "both_at_once-row1-1",
-        "one_of_another-row1-1",
-        "with_evaluation-row1-1",
-        "three_at_once-row1-0",
-        "each_by_itself-row1-1",
-    ]
-)
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("row", [3, KEEP_WEIGHTS])
@@ -124,7 +100,7 @@ def test_several_forwards_are_what_one_process_computes(turn, row, prefetch):
     assert_every_stage_equals_one_process(Net, take_turn, zero_kwargs={"stage": row, "prefetch": prefetch})
 
 
-@pytest.mark.redundant(but=["True"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_several_forwards_may_be_computed_again(reentrant):
     def path(net, x):
@@ -197,6 +173,7 @@ def test_calls_that_differ_between_ranks_raise_on_every_rank_and_name_the_unit()
     assert "this rank called blocks.1, another rank blocks.0" in told[1]
 
 
+@pytest.mark.redundant
 def test_forces_may_be_taken_in_the_middle_of_a_forward():
     """The model's own forward asks for the gradient of what it has computed so far, with and without a graph."""
 

@@ -126,7 +126,7 @@ def assert_same(one: list[list[Tensor]], other: list[list[Tensor]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"step {step}"
 
 
-@pytest.mark.redundant(but=["AdamW tensor lr-2-100"])
+@pytest.mark.redundant
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -391,6 +391,7 @@ def test_autograd_sees_weights_change_on_every_rank(gloo_ranks):
     gloo_ranks(2).run(_late_backward)
 
 
+@pytest.mark.redundant
 def test_a_step_of_a_class_that_counts_for_itself_is_one_step():
     class Counting(O.SGD):
         def __init__(self, params, lr):
@@ -419,6 +420,7 @@ def test_a_step_of_a_class_that_counts_for_itself_is_one_step():
         assert weights == pytest.approx([expected] * 7)
 
 
+@pytest.mark.redundant
 def test_what_a_class_of_ones_own_moves_without_a_gradient_is_sent_too():
     class Decays(O.Optimizer):
         def __init__(self, params, lr):

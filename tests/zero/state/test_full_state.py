@@ -24,6 +24,7 @@ def _tied(seed=0):
     return net
 
 
+@pytest.mark.redundant
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @at_every_stage
 def test_the_state_is_that_of_the_unsharded_model(stage, precision):
@@ -38,7 +39,7 @@ def test_the_state_is_that_of_the_unsharded_model(stage, precision):
     _tied().load_state_dict(states[1])
 
 
-@pytest.mark.redundant(but=["3"])
+@pytest.mark.redundant
 @at_every_stage
 def test_the_state_is_a_copy(stage):
     def go(comm):
@@ -51,6 +52,7 @@ def test_the_state_is_a_copy(stage):
     assert all(torch.equal(run_threads(go, 2)[0][name], t) for name, t in Net().state_dict().items())
 
 
+@pytest.mark.redundant
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("current", [False, True], ids=["after a step", "after a forward"])
@@ -98,7 +100,7 @@ def test_loading_is_strict_unless_told_otherwise():
     run_threads(go, 2)
 
 
-@pytest.mark.redundant(but=["0-bf16", "1-fp32", "2-fp32", "3-fp32"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.filterwarnings("ignore:model. weights are read outside of")
 @at_every_stage
@@ -142,7 +144,7 @@ def test_what_is_written_back_is_trained_on(stage):
     torch.testing.assert_close(run_threads(go, 2)[1], one_process(Net, num_steps=3), rtol=0, atol=1e-6)
 
 
-@pytest.mark.redundant(but=["3"])
+@pytest.mark.redundant
 @at_every_stage
 def test_full_params_are_freed_after_an_error(stage):
     def go(comm):
@@ -157,6 +159,7 @@ def test_full_params_are_freed_after_an_error(stage):
     run_threads(go, 2)
 
 
+@pytest.mark.redundant
 @at_every_stage
 def test_full_grads_are_none_where_there_are_none(stage):
     def go(comm):
@@ -182,6 +185,7 @@ def test_full_grads_are_none_where_there_are_none(stage):
     )
 
 
+@pytest.mark.redundant
 @at_every_stage
 def test_the_first_rank_alone_may_have_the_state(stage):
     first, second = run_threads(lambda comm: Zero(_tied(), stage=stage, comm=comm).state_dict(rank0_only=True), 2)

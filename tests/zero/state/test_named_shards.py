@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(stage):
     run_threads(go, 2)
 
 
-@pytest.mark.redundant(but=["2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_factored_state_has_a_shape_of_its_own_and_is_written_by_the_tensors_owner(stage):
     by_rank = run_threads(lambda comm: _save(comm, stage, "Adafactor")[0], 3)

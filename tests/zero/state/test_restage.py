@@ -78,14 +78,14 @@ def test_a_run_that_changes_its_stage_goes_on_in_the_same_bits(world_size):
     _assert_goes_on(EVERY_CHANGE, world_size, ema=True)
 
 
-@pytest.mark.redundant(but=["ASGD-3"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(("name", "world_size"), [*((name, 3) for name in CLASSES), ("Muon", 6)])
 def test_whatever_optimizer_there_is(name, world_size):
     """On six ranks few of them own whole tensors."""
     _assert_goes_on([3, 0, 2, 1, 0, 3] if soaking() else [3, 0, 2, 3], world_size, name=name, model=Net)
 
 
-@pytest.mark.redundant(but=["path1-precision1"])
+@pytest.mark.redundant
 @pytest.mark.parametrize(
     ("path", "precision"),
     [([0, 3, 1, 2], BF16), ([3, 0], BF16), ([3, 1, 2], MixedPrecision(gather="int8", reduce="int8", block=16))],
@@ -94,7 +94,7 @@ def test_masters_of_another_dtype_than_the_weights_move_too(path, precision):
     _assert_goes_on(path, precision=precision)
 
 
-@pytest.mark.redundant(but=["2"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("shard_size", [1, 2])
 def test_replicas_of_shards_move_alike(shard_size):
     _assert_goes_on([1, 3, 2], 4, shard_size=shard_size)
@@ -179,7 +179,7 @@ def test_states_of_whole_parameters_are_cut_and_joined(monkeypatch):
         _assert_goes_on(path, 3, name="RAdam", ema=True)
 
 
-@pytest.mark.redundant(but=["1"])
+@pytest.mark.redundant
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_state_that_cannot_be_sent_is_refused_before_anything_is_taken_apart(where):
     """On every rank, though one alone has it; and the run goes on as it was."""

@@ -54,7 +54,7 @@ def _ways_to_send():
 ACCUMULATE = (None, "local", "sharded")
 
 
-@pytest.mark.redundant(but=["int4-2-None-sharded-False", "bf16-3-None-None-True", "bf16 computes-4-1-None-False"])
+@pytest.mark.redundant
 @pytest.mark.pairwise("accumulate", "is_late")
 @pytest.mark.parametrize(("wire", "world_size", "shard_size", "accumulate", "is_late"), list(_ways_to_send()))
 def test_stages_have_the_same_bits_under_any_wire(wire, world_size, shard_size, accumulate, is_late):
@@ -141,6 +141,7 @@ def test_a_resumed_run_rounds_as_the_one_that_went_on(stage, precision, world_si
     assert all(same_bits(*found) for found in run_threads(on_rank, world_size))
 
 
+@pytest.mark.redundant
 def test_nan_and_inf_are_still_seen_behind_the_wire():
     def on_rank(comm, bad):
         zero = Zero(net(), 3, comm=comm, precision=INT8)
