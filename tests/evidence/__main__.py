@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     asked.add_argument("--num", type=int, default=100, help="mistakes (default: 100)")
     asked.add_argument("--seed", type=int, default=1)
     asked.add_argument("--below", default="", help="only in files of the package whose names begin so: optim/")
-    asked.add_argument("--cpu-limit-s", type=float, default=30.0, help="of one mistake (default: 30)")
+    asked.add_argument(
+        "--cpu-limit-s", type=float, default=30.0, help="of one mistake, by what its tests cost (default: 30)"
+    )
     asked.add_argument("--share", default="0/1", help="0/2 or 1/2: every second one, for two processes")
     asked = verbs.add_parser("choose", help="say what a cover costs, and mark what is outside of it")
     asked.add_argument("folder", type=Path)
@@ -83,12 +86,15 @@ def _try(folder: Path, num: int, seed: int, below: str, cpu_limit_s: float, shar
     for mistake in mistakes.drawn([line for line in lines if line[0].startswith(below)], num, seed):
         if (mistake.file, mistake.number) not in tried:
             tests = {test: costs[test] for test in lines[mistake.file, mistake.change.line] & costs.keys()}
-            wanted.append((mistake, choice.likeliest(tests, mistake.file, chosen)))
+            order = choice.likeliest(tests, mistake.file, chosen)
+            sums = list(accumulate(costs[test] for test in order))
+            num_tried = max(1, sum(seconds <= cpu_limit_s for seconds in sums))
+            wanted.append((mistake, order[:num_tried], len(order[num_tried:])))
     random.Random(seed).shuffle(wanted)
     first, step = map(int, share.split("/"))
     wanted = wanted[first::step]
-    plugin = trials.Trials(folder, wanted, costs, cpu_limit_s)
-    files = sorted({test.partition("::")[0] for _, tests in wanted for test in tests})
+    plugin = trials.Trials(folder, wanted, costs)
+    files = sorted({test.partition("::")[0] for _, tests, _ in wanted for test in tests})
     status = pytest.main([*QUIET, "-s", *files], plugins=[plugin])
     new = _rows(folder)[-len(wanted) :] if wanted else []
     seen = [row for row in new if row[4] in (trials.SEEN, trials.HUNG)]

@@ -77,7 +77,6 @@ def assert_states_converted(before, after):
         assert torch.equal(after[kind], torch.as_tensor(expected[kind])), kind
 
 
-@pytest.mark.redundant(but=["AdamW-dtype1-FlashAdamW-to1"])
 @pytest.mark.parametrize(("cls", "dtype", "other", "to"), BOTH_WAYS)
 def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_size(
     tmp_path, caplog, cls, dtype, other, to
@@ -100,7 +99,6 @@ def test_a_checkpoint_is_loaded_into_the_other_class_at_another_stage_and_world_
         assert to is BF16 or torch.equal(exact, kept)
 
 
-@pytest.mark.redundant
 @pytest.mark.parametrize(("cls", "dtype", "other", "to"), BOTH_WAYS)
 def test_a_full_state_dict_is_loaded_into_the_other_class(cls, dtype, other, to):
     _, saved = run(2, 2, cls, dtype, steps=2)
@@ -112,7 +110,6 @@ def test_a_full_state_dict_is_loaded_into_the_other_class(cls, dtype, other, to)
         assert not own.get("correction", torch.zeros(1)).any()
 
 
-@pytest.mark.redundant
 def test_a_checkpoint_in_8_bits_is_read_as_it_is_by_its_own_class(tmp_path, caplog):
     path = str(tmp_path / "saved")
     weights, saved = run(4, 3, FlashAdamW, BF16, steps=2, path=path)
@@ -145,7 +142,6 @@ def test_codes_of_other_blocks_are_encoded_in_the_optimizer_s_own(tmp_path, capl
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.redundant
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
 def test_states_of_another_rule_are_refused_in_one_line(tmp_path, cls):
     path = str(tmp_path / "saved")

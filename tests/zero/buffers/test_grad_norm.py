@@ -49,7 +49,6 @@ def test_clipping_scales_as_torch_does_and_only_down():
     assert all(grads.reduced.isnan().all() for grads in buffers)
 
 
-@pytest.mark.redundant(but=["0.05-1.0"])
 @pytest.mark.pairwise("norm_type")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
@@ -79,7 +78,6 @@ def test_clipping_is_torchs_on_the_averaged_gradients(norm_type, max_norm):
             assert torch.equal(full[name], grads[0][name])
 
 
-@pytest.mark.redundant
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_norm_is_zero_without_gradients_and_nan_with_a_nan(stage):
     def go(comm):

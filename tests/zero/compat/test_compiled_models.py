@@ -116,7 +116,6 @@ def same(found, expected):
     assert all(torch.equal(found[1][name], weight) for name, weight in expected[1].items())
 
 
-@pytest.mark.redundant(but=["3-forwards-before Zero-"])
 @pytest.mark.pairwise("compiles", "before")
 @pytest.mark.parametrize("path", [None, recomputed], ids=["", "recomputed"])
 @pytest.mark.parametrize("before", [False, True], ids=["after Zero", "before Zero"])
@@ -148,7 +147,6 @@ def called_in_part(zero):
         assert not block(torch.ones(4, 6, dtype=block.linear.weight.dtype)).isnan().any()
 
 
-@pytest.mark.redundant(but=["2-whole_forward-False-None-None-loaded"])
 @pytest.mark.parametrize(
     ("stage", "compiles", "before", "path", "dtype", "changes"),
     [
@@ -166,7 +164,7 @@ def test_on_one_rank_a_compiled_model_is_one_graph_of_current_weights(stage, com
     assert graphs == [1, 1, 1, 1, 2]  # the second without gradients
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(but=["3-in_place"])
 @pytest.mark.pairwise("compiles")
 @pytest.mark.parametrize("compiles", [model, in_place])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -178,7 +176,6 @@ def test_a_compiled_model_has_a_graph_for_the_blocks_and_for_each_layer_around_t
     assert breaks <= 2  # before the first block: where the model calls its path, and where the path calls the block
 
 
-@pytest.mark.redundant
 def test_parts_of_units_that_a_compiled_model_calls_have_their_weights():
     expected, _, _ = trained(3, path=by_parts)
     found, graphs, _ = trained(3, model, path=by_parts)
@@ -213,7 +210,6 @@ def test_a_compiled_step_is_right_and_leaves_hooks_alone():
     assert 0 < graphs[0] <= 6
 
 
-@pytest.mark.redundant
 def test_a_compiled_optimizer_step_is_one_graph():
     net, counts = Net(2), Counts()
     zero = Zero(net, 3, comm=NullCommunicator(2), units=list(net.blocks))
@@ -235,7 +231,6 @@ def test_one_graph_of_a_whole_model_is_refused_with_the_way_out():
         torch.compile(net, backend="eager", fullgraph=True)(torch.ones(4, 6))
 
 
-@pytest.mark.redundant(but=["True"])
 @pytest.mark.parametrize("in_step", [False, True])
 def test_compiled_autograd_is_refused_in_backward(in_step):
     """It drops calls that were asked for at the end of a backward by hooks that are not compiled."""

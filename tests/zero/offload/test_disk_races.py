@@ -189,7 +189,7 @@ def _train(
     return sites
 
 
-@pytest.mark.redundant(but=["2-all on disk-1-restage"])
+@pytest.mark.redundant(but=["2-all on disk-1-restage", "1-disk-2-skipped", "0-host-1-", "3-disk-1-skipped"])
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", PLACES)
@@ -201,7 +201,14 @@ def test_nothing_is_touched_before_what_it_must_wait_for(stage, place, num_micro
     _train(monkeypatch, stage, place, num_micro, around)
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(
+    but=[
+        "True-1-weights on disk-1-restage",
+        "False-1-weights on the host-1-skipped",
+        "False-2-weights on disk-1-",
+        "True-1-weights on the host-2-",
+    ]
+)
 @pytest.mark.parametrize("around", ["", "skipped", "restage"])
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
@@ -246,7 +253,7 @@ GATHERS_WAIT = {  # of what is gathered from the file the write is waited for, a
 }
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(but=["weights on disk-2", "weights on the host-1"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("place", STREAMED)
 def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, monkeypatch, tmp_path):
@@ -255,7 +262,6 @@ def test_a_gather_that_does_not_wait_for_its_source_is_seen(place, num_ranks, mo
         _train(monkeypatch, 3, place, without=GATHERS_WAIT[place], num_ranks=num_ranks)
 
 
-@pytest.mark.redundant
 def test_a_gather_that_does_not_wait_for_the_update_of_what_is_in_a_slot_is_seen(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     reads, will_read = [], disk.DiskStates.will_read
@@ -309,7 +315,6 @@ def test_the_order_of_gathers_is_that_of_the_last_step():
     assert step() == [1, 2, None, None, None, 0, None]
 
 
-@pytest.mark.redundant
 def test_these_are_all_the_waits(monkeypatch, tmp_path):
     found, cases = set(), list(product(PLACES, STAGES, ("", "reads")))
     for number in range(len(cases)) if soaking() else cover(cases, paired=(0, 2)):
@@ -392,7 +397,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(but=["a checkpoint of the file is taken in mid-update"])
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_seen(what, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -481,7 +481,6 @@ def test_what_is_written_through_data_between_steps_is_kept(stage, bfloat16, how
     assert same(plain, found)
 
 
-@pytest.mark.redundant(but=["1-2-True"])
 @pytest.mark.pairwise("stage", "world_size")
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])

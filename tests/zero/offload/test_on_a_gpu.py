@@ -56,7 +56,9 @@ def _engine(device, stage, policy, offload, monkeypatch):  # noqa: F811
     return model, zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
-@pytest.mark.redundant(but=["2-device-2-False-device", "3-host-2-True-host"])
+@pytest.mark.redundant(
+    but=["0-device-1-False-device", "3-host-2-True-host", "1-device-1-True-host", "2-device-2-False-device"]
+)
 @pytest.mark.pairwise("stage", "weights")
 @pytest.mark.parametrize("grads", ["device", "host"])
 @pytest.mark.parametrize("bfloat16", [False, True])
