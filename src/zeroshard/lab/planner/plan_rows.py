@@ -67,13 +67,27 @@ class Offloaded:
         return self.file_bytes * self.ranks_per_node * DAY_S / step_s if step_s else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one way to run needs of memory: as in `Row`, with the strategy and whether the host lacks memory."""
+    """What one way to run needs of memory.
+
+    Attributes:
+        strategy: the row of the stage table.
+        shard_size: number of ranks that shard together: the world size, or that of each replica.
+        step: the step's actions, collectives and memory.
+        outer_steps: the cost of the outer steps of local steps.
+        node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
+        process: the process's other memory, such as CUDA's context, NCCL's buffers and the allocator's fragments.
+        needed_bytes: peak memory of the process, all of the above included.
+        host_input_bytes: of a rank's host, in which inputs of recomputed blocks wait for backward.
+        node_host_bytes: of a node's host, for what leaves its devices; of CPUs that have such, for all.
+        fits_device: whether enough memory of the device stays free.
+        lacks_host: whether a node's host lacks what its ranks keep there, as far as is known.
+    """
 
     strategy: ShardingStrategy
     shard_size: int
-    step: Step
+    step: Step = field(repr=False)
     outer_steps: OuterStepCost
     node_size: int
     process: ProcessMemory
@@ -88,61 +102,44 @@ class Needs:
         """Whether both device and host have enough, as far as is known."""
         return self.fits_device and not self.lacks_host
 
+    @property
+    def node_copy(self) -> int:
+        """Ranks of a node that share a second copy of the weights; 0: there is none."""
+        return self.strategy.secondary_shard_size or 0
 
-@dataclass(frozen=True)
-class Row:
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Needs):
     """One way to run, and the predictions for it.
 
     Attributes:
         stage: the ZeRO stage, a key of `STAGES`; None for the user's own row of the stage table.
-        shard_size: number of ranks that shard together: the world size, or that of each replica.
         micro_batch, num_micro: rows of a micro-batch, and micro-batches of a rank's step.
-        step: the step's actions, collectives and memory.
-        process: the process's other memory, such as CUDA's context, NCCL's buffers and the allocator's fragments.
-        needed_bytes: peak memory of the process, all of the above included.
         headroom_bytes: the device's memory minus ``needed_bytes``; negative if the row does not fit.
-        fits: whether enough memory stays free, and a node's host has what its ranks keep there, as far as is known.
-        fits_device: the first of both.
-        timing: the times of a step.
+        timing: the times of a step, with its share of an outer step.
         tokens_per_s: tokens per second of all ranks together.
         mfu: model FLOPs as a share of the device's data-sheet peak for this dtype; None if that is not known.
         binds: the bottleneck: what to change first to be faster, or to fit.
-        outer_steps: the cost of the outer steps of local steps; ``timing`` includes a step's share of it.
+        spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
         padding: size of the padded flat buffers relative to the parameters in them.
-        node_copy: ranks of a node that share a second copy of the weights; 0: there is none.
-        node_size: ranks of a node that sum gradients before these are sent in a wire format; 0: none do.
         by_link: the step's collectives by operation, number of ranks and link.
         offloaded: the state that is off the device.
-        host_input_bytes: of a rank's host, in which inputs of recomputed blocks wait for backward.
-        node_host_bytes: of a node's host, for what leaves its devices; of CPUs that have such, for all.
-        spread: 10th and 90th percentile of predicted over published tokens/s, on runs that nothing was fitted to.
         any_stage: whether the row is the same at all stages.
     """
 
     stage: int | None
-    shard_size: int
     micro_batch: int
     num_micro: int
-    step: Step = field(repr=False)
-    process: ProcessMemory
-    needed_bytes: int
     headroom_bytes: int
-    fits: bool
-    fits_device: bool
     timing: Timing = field(repr=False)
     tokens_per_s: float
     mfu: float | None
     binds: Binds
-    spread: tuple[float, float] = (1.0, 1.0)
-    padding: float = 1.0
-    outer_steps: OuterStepCost = field(default_factory=OuterStepCost)
-    node_copy: int = 0
-    node_size: int = 0
-    by_link: tuple[OnLink, ...] = field(default=(), repr=False)
-    offloaded: Offloaded = field(default_factory=Offloaded)
-    host_input_bytes: int = 0
-    node_host_bytes: int = 0
-    any_stage: bool = False
+    spread: tuple[float, float]
+    padding: float
+    by_link: tuple[OnLink, ...] = field(repr=False)
+    offloaded: Offloaded
+    any_stage: bool
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float]:

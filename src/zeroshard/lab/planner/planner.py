@@ -74,7 +74,7 @@ class Planner:
         least = asked.reproducible // num_gpus if asked.reproducible else 1  # the fewest; others are multiples
         if not asked.global_batch:
             return least
-        at_once = micro_batch * (self.cluster.world_size // self.workload.sequence_parallel)
+        at_once = micro_batch * self.workload.groups(self.cluster.world_size)[0]
         return asked.global_batch // at_once if asked.global_batch % (at_once * least) == 0 else 0
 
     def row(
@@ -156,12 +156,12 @@ class Planner:
             on_host = needed
         node_bytes = on_host * min(self.cluster.ranks_per_node, world_size)
         return Needs(
-            strategy,
-            shards,
-            step,
-            outer_steps,
-            node_size,
-            process,
+            strategy=strategy,
+            shard_size=shards,
+            step=step,
+            outer_steps=outer_steps,
+            node_size=node_size,
+            process=process,
             needed_bytes=needed,
             host_input_bytes=host_input_bytes,
             node_host_bytes=node_bytes,
@@ -185,29 +185,19 @@ class Planner:
         mfu = None if not peak else tokens_per_s * self.workload.num_flops_per_token / (world_size * peak)
         only_host = needs.fits_device and needs.lacks_host
         return Row(
+            **vars(needs),
             stage=stage if isinstance(stage, int) else None,
-            shard_size=shards,
             micro_batch=micro_batch,
             num_micro=max(self.num_micro(micro_batch), 1),
-            step=step,
-            process=needs.process,
-            needed_bytes=needs.needed_bytes,
             headroom_bytes=self.device.memory_bytes - needs.needed_bytes,
-            fits=needs.fits,
-            fits_device=needs.fits_device,
             timing=timing,
             tokens_per_s=tokens_per_s,
             mfu=mfu,
             binds="host memory" if only_host else bottleneck(timing, fits=needs.fits_device),
             spread=spread(self.device),
-            outer_steps=needs.outer_steps,
             padding=padding_of(buffers),
-            node_copy=needs.strategy.secondary_shard_size or 0,
-            node_size=needs.node_size,
             by_link=bytes_by_link(step, self.cluster),
             offloaded=offloaded,
-            host_input_bytes=needs.host_input_bytes,
-            node_host_bytes=needs.node_host_bytes,
             any_stage=not self.stages_differ,
         )
 

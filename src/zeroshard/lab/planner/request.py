@@ -257,11 +257,10 @@ class Request(EngineChoices):
         if self.offload is not None and not workload.states[0].by_unit:
             what = f"{workload.optimizer} updates state on the host while the step waits, which no plan predicts"
             raise UserError("offload", what, "leave it out, or use optimizer adamw")
-        groups = self.world_size // self.sequence_parallel
-        if self.global_batch and self.global_batch % groups:
-            named = "GPUs" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} GPUs"
-            what = f"{self.global_batch} sequences cannot be shared out to {groups} {named}"
-            raise UserError("global_batch", what, f"give a multiple of {groups}")
+        number, groups = workload.groups(self.world_size)
+        if self.global_batch and self.global_batch % number:
+            what = f"{self.global_batch} sequences cannot be shared out to {groups}"
+            raise UserError("global_batch", what, f"give a multiple of {number}")
 
     def _require_reproducible(self) -> None:
         """Raise UserError if the GPUs cannot share the micro-batches evenly, or something else rounds partial sums."""

@@ -123,9 +123,7 @@ class Ways:
         if given < 1:
             raise UserError("micro_batch", f"{given} is below 1", "give 1 or more sequences")
         if not planner.num_micro(given):
-            share = planner.workload.sequence_parallel
-            named = "GPUs" if share == 1 else f"groups of {share} GPUs"
-            groups = planner.cluster.world_size // share
-            what = f"{planner.asked.global_batch} is no multiple of {given} (micro_batch) x {groups} {named}"
+            _, groups = planner.workload.groups(planner.cluster.world_size)
+            what = f"{planner.asked.global_batch} is no multiple of {given} (micro_batch) x {groups}"
             raise UserError("global_batch", what, "change one of the three")
         return [given]

@@ -18,7 +18,7 @@ import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -69,17 +69,33 @@ SCRATCH = -1  # stands for a storage that an operation allocates and frees
 Inputs = Callable[[int], tuple[Any, ...]]  # from a number of rows to the model's arguments for them, on any device
 
 
+@dataclass(frozen=True)
+class Computing:
+    """How a micro-batch is computed, beside its dtype policy.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, ``"eager"`` for PyTorch's own
+            operations there, which keep all logits in memory; ``"compiled"`` for the model compiled in one graph, ``"in
+            pieces"`` with a graph for each block and those around them.
+        autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
+        sequence_parallel: ranks that share each row of a `LanguageModel`; a rank has a part of its tokens.
+        deterministic: whether algorithms are, as those of reproducible steps.
+    """
+
+    device_type: str = "cpu"
+    autocast: torch.dtype | None = None
+    sequence_parallel: int = 1
+    deterministic: bool = False
+
+
 def trace_language_model(
     model: LanguageModel,
     micro_batch: int,
     seq_len: int,
     precision: MixedPrecision,
     *,
-    device_type: str = "cpu",
-    autocast: torch.dtype | None = None,
     blocks_alone: bool = False,
-    sequence_parallel: int = 1,
-    deterministic: bool = False,
+    **how: Any,
 ) -> Trace:
     """Trace one of our models, of any depth; see [Note: Alike blocks] in `zeroshard.lab.predict.model_spans`.
 
@@ -88,19 +104,14 @@ def trace_language_model(
         micro_batch: rows of the micro-batch.
         seq_len: tokens in a row.
         precision: the dtype policy.
-        device_type: ``"cpu"``, ``"cuda"`` for the kernels that a GPU would run, ``"eager"`` for PyTorch's own
-            operations there, which keep all logits in memory; ``"compiled"`` for the model compiled in one graph, ``"in
-            pieces"`` with a graph for each block and those around them.
-        autocast: the dtype that `torch.autocast` casts to in forward; None: it is not used.
         blocks_alone: whether embedding and head stay in the root unit; False: the model's own ``units``.
-        sequence_parallel: ranks that share each row; a rank has ``seq_len / sequence_parallel`` tokens of it.
-        deterministic: whether algorithms are, as those of reproducible steps.
+        how: fields of `Computing`.
     """
+    computing = Computing(**how)
     units = list(model.blocks) if blocks_alone else model.units
     if not _is_as_built(model):
-        inputs = tokens_and_targets(seq_len // sequence_parallel)
-        how: dict[str, Any] = {"device_type": device_type, "autocast": autocast, "deterministic": deterministic}
-        return trace_model(model, micro_batch, units, inputs, precision, sequence_parallel=sequence_parallel, **how)
+        inputs = tokens_and_targets(seq_len // computing.sequence_parallel)
+        return trace_model(model, micro_batch, units, inputs, precision, **how)
     dtype = next(param.dtype for param in model.parameters())
     if precision.param_dtype is None and dtype != torch.float32:  # 16-bit weights without fp32 master weights
         precision = replace(precision, param_dtype=dtype)
@@ -109,12 +120,11 @@ def trace_language_model(
     precision = MixedPrecision(**{name: getattr(precision, name) for name in computed})
     name, changes = nearest_preset(cast("Any", model.config))
     built = (name, tuple(sorted(changes.items())), model.kernels, model.lora, model.eos_id, model.matmul)
-    batch = micro_batch, seq_len, sequence_parallel
-    of_depth = partial(_traced, *built, *batch, precision, device_type, autocast, blocks_alone, deterministic)
+    of_depth = partial(_traced, *built, micro_batch, seq_len, precision, computing, blocks_alone)
     num_blocks, recomputed = len(model.blocks), model.recomputation
     period, edge = _period(recomputed), 1
     if recomputed == "offload":  # an input leaves while the next block runs, on a GPU while the one after it does
-        edge = 2 if device_type == "cpu" else 3
+        edge = 2 if computing.device_type == "cpu" else 3
     few = 2 * (period + edge)
     few += (num_blocks - few) % period
     deeper = None
@@ -148,12 +158,9 @@ def _traced(
     matmul: str,
     micro_batch: int,
     seq_len: int,
-    sequence_parallel: int,
     precision: MixedPrecision,
-    device_type: str,
-    autocast: torch.dtype | None,
+    computing: Computing,
     blocks_alone: bool,
-    deterministic: bool,
     depth: int,
 ) -> Trace:
     with torch.device("meta"):
@@ -161,10 +168,10 @@ def _traced(
         model = build_model(name, overrides=overrides, kernels=kernels, lora=lora, for_plan=True)
     model.matmul = matmul
     model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
-    inputs = tokens_and_targets(seq_len // sequence_parallel)
+    inputs = tokens_and_targets(seq_len // computing.sequence_parallel)
     units = list(model.blocks) if blocks_alone else model.units
-    how = model, micro_batch, units, inputs, precision, device_type, autocast, sequence_parallel, deterministic
-    if autocast is None and serves(model, precision, device_type):
+    how = model, micro_batch, units, inputs, precision, computing
+    if computing.autocast is None and serves(model, precision, computing.device_type):
         with suppress(NotServedError):
             return _trace(on_meta(), *how)
     return _trace(_fakes(), *how)
@@ -186,11 +193,7 @@ def trace_model(
     units: UnitChoice | None,
     inputs: Inputs,
     precision: MixedPrecision,
-    *,
-    device_type: str = "cpu",
-    autocast: torch.dtype | None = None,
-    sequence_parallel: int = 1,
-    deterministic: bool = False,
+    **how: Any,
 ) -> Trace:
     """Trace any module; its outputs that take gradients are summed to a loss.
 
@@ -198,16 +201,14 @@ def trace_model(
         model: the module, on any device; it is not changed.
         micro_batch: the number of rows that is given to ``inputs``.
         units: as `zeroshard.Zero` takes them.
-        inputs: makes the model's arguments.
+        inputs: makes a rank's part of the model's arguments.
         precision: the dtype policy.
-        device_type, autocast, deterministic: as for `trace_language_model`.
-        sequence_parallel: ranks that share each row of a `LanguageModel`; ``inputs`` makes a rank's part.
+        how: fields of `Computing`.
 
     Raises:
         UserError: no output takes gradients, or forward depends on values or has an operation without shape inference.
     """
-    how = device_type, autocast, sequence_parallel, deterministic
-    return _trace(_fakes(), model, micro_batch, units, inputs, precision, *how)
+    return _trace(_fakes(), model, micro_batch, units, inputs, precision, Computing(**how))
 
 
 @contextmanager
@@ -232,11 +233,9 @@ def _trace(
     units: UnitChoice | None,
     inputs: Inputs,
     precision: MixedPrecision,
-    device_type: str,
-    autocast: torch.dtype | None,
-    sequence_parallel: int,
-    deterministic: bool,
+    computing: Computing,
 ) -> Trace:
+    device_type, autocast, num_sharing = computing.device_type, computing.autocast, computing.sequence_parallel
     with without_values:
         fake, chosen = _fake(model, units, precision)
         known = described(fake)
@@ -248,8 +247,8 @@ def _trace(
         log = _Log([root, *specs], device_type)
         if known.matmul == "fp8":
             log.in_8_bits = {tuple(layer.weight.shape) for layer in known.layers_in_8_bits}
-        if sequence_parallel > 1:
-            cast("LanguageModel", fake).share_sequences(SequenceParallel(_Sharing(sequence_parallel, log)))
+        if num_sharing > 1:
+            cast("LanguageModel", fake).share_sequences(SequenceParallel(_Sharing(num_sharing, log)))
         given = inputs(micro_batch)
         if precision.param_dtype is not None and precision.cast_forward_inputs:
             given = tree_map(lambda x: _cast(x, precision.param_dtype), given)
@@ -257,7 +256,7 @@ def _trace(
         log.number_of = recorder.number_of
         arguments = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         recorder.ignore([*fake.parameters(), *fake.buffers(), *arguments])
-        kernels = _kernels_of(device_type, log, known.kernels, deterministic=deterministic)
+        kernels = _kernels_of(device_type, log, known.kernels, deterministic=computing.deterministic)
         with kernels, alike_tiles(log), recorder:
             try:
                 with torch.autocast("cpu", autocast) if autocast is not None else nullcontext():

@@ -102,6 +102,11 @@ class Workload:
         """Tokens of a row that a rank has."""
         return self.seq_len // self.sequence_parallel
 
+    def groups(self, world_size: int) -> tuple[int, str]:
+        """How many groups of ranks there are that share rows, of ``world_size``; and these GPUs in words."""
+        number, size = world_size // self.sequence_parallel, self.sequence_parallel
+        return number, f"{number} GPUs" if size == 1 else f"{number} groups of {size} GPUs"
+
     @property
     def vocab_size(self) -> int:
         """Number of token ids; 0 if the model is no language model."""
