@@ -207,7 +207,9 @@ class Planner:
         More of them leave if that does not fit.
         """
         offload = self.asked.offload
-        if offload is None or offload.fraction != "auto" or self._all_leaves(offload):
+        if offload is None or offload.fraction != "auto":
+            return self
+        if why_all(offload, host_rates(self.device, 1), self.device.device_type):
             return self
         shards = shard_size or self.cluster.world_size
         buffers = self._buffers(shards)
@@ -235,9 +237,6 @@ class Planner:
         if offload is None or offload.fraction != "auto":
             return self
         return self.on(offload=replace(offload, fraction=1.0))
-
-    def _all_leaves(self, offload: Offload) -> bool:
-        return bool(why_all(offload, host_rates(self.device, 1), self.device.device_type))
 
     def _unit_times(self, settings: Settings, buffers: Sequence[Buffer], micro_batch: int) -> dict[str, UnitTimes]:
         ranks_per_node = min(self.cluster.ranks_per_node, self.cluster.world_size)

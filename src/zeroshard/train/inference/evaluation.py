@@ -105,7 +105,8 @@ def score(config: EvalConfig, comm: Communicator, device: torch.device) -> Score
     seq_len = config.seq_len or seq_len
     model.check_seq_len(seq_len)
     if config.sequence_parallel > 1:
-        _share_sequences(model, config, comm, seq_len, device)
+        rules.check_cut(seq_len, config.sequence_parallel)
+        model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=seq_len))
     most_rows = config.rows or config.batches * config.micro_batch_size
     packed = trained is not None and trained.data.packing
     rows = rows_of_folder(tokens_folder, split, seq_len, packed=packed)
@@ -172,13 +173,6 @@ def _model(
     seen_whole = whole(trained, model, rounded=not encodes)
     checkpoint.load(path, WeightsAlone(strategy, seen_as=seen_whole), settings=False)
     return model, step, trained.seq_len
-
-
-def _share_sequences(
-    model: LanguageModel, config: EvalConfig, comm: Communicator, seq_len: int, device: torch.device
-) -> None:
-    rules.check_cut(seq_len, config.sequence_parallel)
-    model.share_sequences(SequenceParallel.of(comm, config.sequence_parallel, longest=seq_len))
 
 
 def _last_weights_alone(config: EvalConfig) -> None:

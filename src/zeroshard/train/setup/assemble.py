@@ -33,7 +33,6 @@ from zeroshard.models.presets import model_config
 from zeroshard.optim import AdamW8bit, FlashAdamW, MuonAdamW, decay_groups, muon_groups
 from zeroshard.parallel import Setup, Strategy, build_strategy, strategy_entry
 from zeroshard.settings import rules
-from zeroshard.settings.engine import EngineSettings
 from zeroshard.settings.local_steps import LocalStepsConfig, check_num_replicas
 from zeroshard.settings.offload import OffloadConfig
 from zeroshard.settings.optimizer import IN_8_BITS, WEIGHTS_IN_BF16
@@ -194,15 +193,12 @@ def sharded(
         optimizer_cls=optimizer_cls,
         param_groups=partial(_param_groups, config, model.blocks),
         optimizer_kwargs=optimizer_kwargs,
-        compute_dtype=compute_dtype(config),
         init=(InitialValues(model) if draw else loaded_later) if from_meta else None,
         device=device,
         reshard_after_forward=config.reshard_after_forward,
         ema_decay=config.ema_decay or None,
-        reduce_dtype=reduce_dtype(config),
-        wire=wire(config),
         secondary_shard_size=config.node_copy or None,
-        **engine_settings(config, strategy_entry(config.strategy).stage, comm.world_size, len(model.units)).arguments,
+        **engine_settings(config, strategy_entry(config.strategy).stage, comm.world_size, len(model.units)),
     )
     return model, build_strategy(config.strategy, setup)
 
@@ -214,16 +210,6 @@ def _param_groups(config: TrainConfig, blocks: nn.ModuleList, module: nn.Module)
     wanted = {id(block) for block in blocks}
     names = [name for name, each in module.named_modules() if id(each) in wanted]
     return muon_groups(module.named_parameters(), config.weight_decay, names)
-
-
-def compute_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype of forward and backward."""
-    return DTYPES[config.dtype]
-
-
-def reduce_dtype(config: TrainConfig) -> torch.dtype | None:
-    """The dtype in which gradients accumulate and are reduced; None: that of the master weights."""
-    return DTYPES.get(config.reduce_dtype)
 
 
 def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
@@ -247,20 +233,18 @@ def local_steps(given: LocalStepsConfig, num_units: int) -> LocalSteps | None:
     )
 
 
-def engine_settings(config: TrainConfig, stage: int, world_size: int, num_units: int) -> EngineSettings:
-    """What the engine is asked for at a stage, for a model of ``num_units`` units."""
-    sections = {
-        "local_steps": local_steps(config.local_steps, num_units),
-        "offload": offload(config, stage, world_size),
-    }
-    return EngineSettings(**config.as_asked, **sections)
-
-
-def offload(config: TrainConfig, stage: int, world_size: int) -> Offload | None:
-    """Which state leaves the device at a stage; None: none does."""
+def engine_settings(config: TrainConfig, stage: int, world_size: int, num_units: int) -> dict[str, Any]:
+    """What the engine is asked for at a stage, for a model of ``num_units`` units: fields of `Setup` and of a `Job`."""
     shards = STAGES[stage].params is SHARD and (config.ranks_that_shard(world_size) > 1 or world_size == 1)
     how = {"shards_weights": shards, "exact_sums": config.has_exact_sums}
-    return offload_of(config.offload, Path(config.out), **how)
+    return {
+        **config.as_asked,
+        "compute_dtype": DTYPES[config.dtype],
+        "reduce_dtype": DTYPES.get(config.reduce_dtype),  # None: that of the master weights
+        "wire": {**config.wire.as_precision(DTYPES), "rounding_seed": config.seed},
+        "local_steps": local_steps(config.local_steps, num_units),
+        "offload": offload_of(config.offload, Path(config.out), **how),
+    }
 
 
 def offload_of(given: OffloadConfig, out: Path, **how: bool) -> Offload | None:
@@ -269,11 +253,6 @@ def offload_of(given: OffloadConfig, out: Path, **how: bool) -> Offload | None:
         return None
     places = given.places(**how)
     return Offload(**places, fraction=given.share, pinned=given.pinned_bytes, path=given.folder(out))
-
-
-def wire(config: TrainConfig) -> dict[str, Any]:
-    """The wire formats, as arguments of `zeroshard.zero.MixedPrecision`."""
-    return {**config.wire.as_precision(DTYPES), "rounding_seed": config.seed}
 
 
 def _optimizer(config: TrainConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

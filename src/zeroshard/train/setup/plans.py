@@ -14,7 +14,7 @@ from zeroshard.parallel import strategy_entry
 from zeroshard.settings.optimizer import IN_8_BITS
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.records.plan_contract import Contract, Job, Predict
-from zeroshard.train.setup.assemble import compute_dtype, engine_settings, reduce_dtype, wire
+from zeroshard.train.setup.assemble import engine_settings
 from zeroshard.train.setup.compiled import in_one_graph
 from zeroshard.train.setup.schedule import accumulation_steps
 from zeroshard.zero import STAGES
@@ -66,9 +66,6 @@ class Plans:
             ),
             rank=comm.rank,
             world_size=comm.world_size,
-            compute_dtype=compute_dtype(config),
-            reduce_dtype=reduce_dtype(config),
-            wire=wire(config),
             num_micro=accumulation_steps(config, comm.world_size),
             micro_batch_size=config.micro_batch_size,
             seq_len=config.seq_len,
@@ -86,5 +83,5 @@ class Plans:
             links=Links.of(config.link),
             sequence_parallel=config.sequence_parallel,
             optimizer=PLANNED.get(config.optimizer, other) + ("" if fp32 else f" in {config.state_format}"),
-            **engine_settings(config, stage, comm.world_size, len(self.model.units)).arguments,
+            **engine_settings(config, stage, comm.world_size, len(self.model.units)),
         )
