@@ -55,11 +55,10 @@ def test_what_was_given_stays_and_so_does_a_disk_without_room():
     assert "--offload" not in " ".join(fit_run(job(1, disk_bytes=0)).flags)
 
 
-def test_a_stage_that_was_not_given_is_raised_and_auto_takes_the_lowest_that_fits():
-    needed = {stage: fit_run(job(world_size=2, strategy=f"zero{stage}")).needed_bytes for stage in (1, 3)}
+def test_a_stage_that_was_not_given_is_raised():
+    needed = fit_run(job(world_size=2, strategy="zero3")).needed_bytes
     free = {"checkpoint_async": False, "world_size": 2}
-    assert fit_run(job(needed[3], **free)).flags == ("--strategy zero3",)
-    assert fit_run(job(needed[1], **free, strategy="auto")).flags == ("--strategy zero1",)
+    assert fit_run(job(needed, **free)).flags == ("--strategy zero3",)
     assert fit_run(job(**free, start=("--strategy zero3",))).flags == ("--strategy zero3",)
 
 

@@ -126,8 +126,8 @@ def test_memory_that_runs_out_leaves_the_next_levers_to_the_next_start(tiny_conf
     what = "fit: rank 0 ran out of memory in step 3"
     todo = f"next is {FULL} {TILES}; start again with --resume auto"
     assert ended == [
-        (f"{what}, where 2.00 GiB more were asked for; {todo}", ExitStatus.STAGE_RAISED),
-        *[(f"{what}; {todo}", ExitStatus.STAGE_RAISED)] * 3,
+        (f"{what}, where 2.00 GiB more were asked for; {todo}", ExitStatus.OUT_OF_MEMORY),
+        *[(f"{what}; {todo}", ExitStatus.OUT_OF_MEMORY)] * 3,
     ]
     _, fitting = made_to_fit(config, LocalCommunicator(), CPU, choosing(next_flags=None))
     with pytest.raises(SystemExit), fitting.pulls_next_lever(lambda: "in step 3"):

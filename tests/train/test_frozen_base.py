@@ -184,6 +184,44 @@ def test_a_run_is_resumed_elsewhere_evaluated_exported_and_begun_from(
     assert first_losses[0] == pytest.approx(first_losses[1], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("logs", "beside"),
+    [
+        ("ema_loss", {"ema_decay": 0.5}),
+        ("outer_step", {"reproducible": 0, "shard_size": 1, "local_steps": {"every": 2, "outer_lr": 0.7}}),
+    ],
+)
+def test_averages_and_local_steps_are_those_over_the_decoded_base_and_checkpoints_are_compared(
+    logs,
+    beside,
+    begun,
+    text_model,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    plain = {"model": {"name": f"hf:{decoded(text_model, tmp_path / 'decoded', NF4)}"}, "base": "none"}
+    runs = {"coded": {"strategy": "zero2"}, "plain": {**plain, "strategy": "zero2"}, "same": {"strategy": "zero0"}}
+    runs |= {"int8": {"base": "int8", "strategy": "zero2", "max_steps": 1}}
+    found = {}
+    for name, changes in runs.items():
+        config = begun(**{**beside, **changes}, out=str(tmp_path / name), eval_interval=2)
+        run_threads(lambda comm, config=config: train_on(comm, config), 2)
+        events = [*events_of(config.out, "step"), *events_of(config.out, "eval")]
+        found[name] = [[each.get(key) for key in ("step", "loss", logs)] for each in events]
+    assert found["coded"] == found["plain"] == found["same"]
+    assert any(each[-1] is not None for each in found["coded"])
+
+    def differences(name):
+        capsys.readouterr()
+        main(["checkpoint", "diff", str(tmp_path / "coded"), str(tmp_path / name)])
+        return capsys.readouterr().out.splitlines()
+
+    assert [line for line in differences("same") if " of " in line] == []
+    name, other = "hf.model.layers.0.mlp.up_proj.weight", differences("plain")
+    assert {f"{FROZEN} of {name}: only in the first", f"param of {name}: only in the second"} <= {*other}
+    assert f"{FROZEN} of {name}: not equal, so the base or its format is another one" in differences("int8")
+
+
 def test_adapters_go_on_over_the_base_and_the_format_that_they_began_on_alone(begun, text_model, tmp_path, refusal):  # noqa: F811
     train_on(LocalCommunicator(), begun(max_steps=2))
     for base, said in [

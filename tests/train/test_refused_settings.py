@@ -25,7 +25,7 @@ REFUSED = """
 --decay-steps 5 | decay_steps: 5 is below warmup_steps = 20; raise it, or leave it out: max_steps
 --lr 1e-4 --min-lr 1e-3 | min_lr: 0.001 is above lr = 0.0001; lower it, or raise lr
 --global-batch-size 8 --grad-accum-steps 2 | global_batch_size: 8 already sets how many micro-batches a step has; give
---strategy zero9 | strategy: 'zero9' is not a choice; choose one of auto, zero0, zero1, zero2, zero3, ddp,
+--strategy zero9 | strategy: 'zero9' is not a choice; choose one of zero0, zero1, zero2, zero3, ddp,
 --strategy zero0 --shard-size 2 | shard_size: zero0 does not shard with zeroshard's engine; leave it out, or use
 --strategy zero2 --no-reshard-after-forward | reshard_after_forward: zero2 keeps unsharded weights all the time; leave
 --strategy fsdp2 --no-overlap | overlap: fsdp2 communicates by torch.distributed, which decides itself what overlaps;
@@ -50,12 +50,11 @@ REFUSED = """
 --shard-size 1 --local-steps.every 4 --local-steps.fragments 5 | local_steps.fragments: 5 fragments cannot synchronise
 --shard-size 1 --local-steps.every 4 --local-steps.wire int7 | local_steps.wire: 'int7' is not a choice; choose one of
 --shard-size 1 --local-steps.every 4 --strategy ddp | local_steps.every: ddp cannot take local steps: it does not use
---shard-size 1 --local-steps.every 4 --strategy auto | local_steps.every: auto cannot take local steps: what fits is
 --shard-size 1 --local-steps.every 4 --ema-decay 0.9 | ema_decay: 0.9 averages the weights of each step, which
 --shard-size 1 --local-steps.every 4 --dtype float16 | dtype: float16 needs one loss scale on all ranks at each step,
 --strategy ddp --wire.grads int8 | wire.grads: int8 is given, and ddp does not use zeroshard's engine; leave it out,
 --strategy zero0 --wire.grads int8 | wire.grads: int8 is given, and stage 0 has no wire format: no rank owns a shard
---strategy auto --wire.grads int8 | wire.grads: int8 is given, and auto may choose stage 0, which has no wire formats;
+--strategy auto | strategy: auto has left; name a stage, as zero2; train --fit raises it until the run fits
 --wire.grads int8 --wire.block 100 | wire.block: blocks of 100 elements do not pack; give a multiple of 16 from 16 to
 --wire.grads bfloat16 --wire.block 64 | wire.block: 64 is given, and no wire format has blocks; add --wire.grads int8,
 --wire.node-size 2 | wire.node_size: 2 is given, and gradients have no wire format; add --wire.grads int8, or leave it

@@ -26,7 +26,7 @@ class ExitStatus(IntEnum):
     PEER_LOST = 4  # a peer hung or was lost
     STORAGE = 5  # a disk or a folder failed, so that something was not written
     NOT_FINITE = 6  # loss or gradients stayed NaN/Inf, or replicas diverged
-    STAGE_RAISED = 7  # memory ran out under --strategy auto or --fit; the next start needs less
+    OUT_OF_MEMORY = 7  # under --fit; the next start needs less
     INTERRUPTED = 130  # Ctrl-C
     PREEMPTED = 138  # SIGUSR1, after a saved checkpoint
     TERMINATED = 143  # SIGTERM or SIGHUP, after a saved checkpoint

@@ -78,20 +78,14 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }
 
 
-# The row of ``--strategy auto`` before one of our stages is chosen: the properties that all of them share.
-_AUTO = StrategyEntry("", planned=True, from_meta=True)
-
-
 def strategy_entry(name: str) -> StrategyEntry:
-    """Return the row of ``name``; for ``module:name`` a row with all defaults, for ``auto`` what all our stages share.
+    """Return the row of ``name``; for ``module:name`` a row with all defaults.
 
     Imports nothing.
 
     Raises:
         UserError: no strategy has this name.
     """
-    if name == "auto":
-        return _AUTO
     if name in STRATEGIES:
         return STRATEGIES[name]
     if is_address(name):
@@ -110,8 +104,6 @@ def build_strategy(name: str, setup: Setup) -> Strategy:
     Raises:
         UserError: no strategy has this name.
     """
-    if name == "auto":
-        raise _unknown(name)  # the caller must have chosen a stage
     return strategy_entry(name)(setup)
 
 

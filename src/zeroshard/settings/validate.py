@@ -16,7 +16,11 @@ from zeroshard.settings.sizes import LARGEST
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
-LEFT = {"muon8bit": "use muon, or adamw8bit"}  # choices of versions before
+# choices of versions before, by their settings
+LEFT = {
+    ("optimizer", "muon8bit"): "use muon, or adamw8bit",
+    ("strategy", "auto"): "name a stage, as zero2; train --fit raises it until the run fits",
+}
 # Settings of other trainers (nanoGPT, transformers, peft, torchtitan, Lightning) whose names are not similar to ours.
 NAMES_OF_OTHERS = {
     **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
@@ -148,8 +152,8 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> UserError:
         return UserError(field, "there is no such key", todo)
     if first["type"] == "literal_error":
         choices = limits["expected"].replace("'", "").replace(" or ", ", ")
-        if isinstance(value, str) and value in LEFT:
-            return UserError(field, f"{value} has left", LEFT[value])
+        if isinstance(value, str) and (field, value) in LEFT:
+            return UserError(field, f"{value} has left", LEFT[field, value])
         return UserError(field, f"{shown(value)} is not a choice", f"choose one of {choices}")
     what, todo = _WORDS.get(first["type"], ("{value} cannot be used", "see --help"))
     said = shortened(value) if first["type"] in _OF_NUMBERS else shown(value)

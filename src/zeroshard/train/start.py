@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable
 
 from zeroshard.comm.wrappers.sentinel import peer_error_of
-from zeroshard.host.errors import ExitStatus, FirstRankStorageError, is_of_storage, is_out_of_memory, storage_line
+from zeroshard.host.errors import ExitStatus, FirstRankStorageError, is_of_storage, storage_line
 from zeroshard.host.launch.environment import World, world_from_env
-from zeroshard.host.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung, end_at_once
+from zeroshard.host.launch.rank_exit import TIME_TO_SPEAK_S, end_as_hung
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.loop.loop import train
 from zeroshard.train.loop.run import Run
 from zeroshard.train.loop.stopping import stop_signals_noted
 from zeroshard.train.loop.watchdog import Alive, Watchdog
 from zeroshard.train.records.plan_contract import Predict
-from zeroshard.train.setup.auto import move_up
 from zeroshard.train.setup.build import built
 from zeroshard.train.setup.fit import Fit, FitEndsRunError
 
@@ -26,7 +25,7 @@ def run_training(config: TrainConfig, predict: Predict | None = None, fit: Fit |
 
     A failing disk or folder is reported in one line on stderr and gives `ExitStatus.STORAGE`.
 
-    ``predict`` makes the run's plan, and those by which the strategy ``auto`` chooses a stage; ``fit`` makes it fit.
+    ``predict`` makes the run's plan, and ``fit`` makes it fit.
 
     Raises:
         UserError: the configuration cannot be satisfied here; raised on every rank.
@@ -40,7 +39,7 @@ def run_training(config: TrainConfig, predict: Predict | None = None, fit: Fit |
             stop_signals_noted(speaks=world.rank == 0) as stop_wanted,
             Watchdog(run.folder, world.rank, config.step_timeout_s, end_as_hung) as watchdog,
         ):
-            return int(_trained(run, config, stop_wanted, watchdog.alive))
+            return int(_trained(run, stop_wanted, watchdog.alive))
     except FitEndsRunError as end:
         if world.rank == 0:
             print(end.said, file=sys.stderr if end.status else sys.stdout, flush=True)
@@ -62,20 +61,13 @@ def run_training(config: TrainConfig, predict: Predict | None = None, fit: Fit |
         raise lost from error
 
 
-def _trained(run: Run, config: TrainConfig, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
-    """Call `train`. If this rank runs out of memory under ``auto`` and a higher stage may help, end the process."""
+def _trained(run: Run, stop_wanted: Callable[[], int], alive: Alive) -> ExitStatus:
+    """Call `train`; an error of torch's own collectives says that a rank was lost."""
     try:
         with run.out_of_memory(lambda: f"in step {run.progress.step + 1:,}"):
             return train(run, stop_wanted, alive)
-    except (RuntimeError, MemoryError) as error:
-        comm = run.strategy.comm
-        lost = peer_error_of(comm, error) if isinstance(error, RuntimeError) else None
-        if lost is not None:  # collectives of torch's own strategies bypass our communicator and raise plain errors
-            raise lost from error
-        if not is_out_of_memory(error) or run.stage is None:
+    except RuntimeError as error:
+        lost = peer_error_of(run.strategy.comm, error)
+        if lost is None:
             raise
-        next_is = move_up(config, run.stage, comm.rank, comm.world_size)
-        if not next_is:
-            raise
-        # Other ranks may be waiting for this one in a collective, so end at once and skip the clean-up.
-        end_at_once(f"strategy auto: {next_is}", ExitStatus.STAGE_RAISED)
+        raise lost from error  # collectives of torch's own strategies bypass our communicator and raise plain errors

@@ -30,7 +30,6 @@ from zeroshard.train.config.data_section import require_data
 if TYPE_CHECKING:
     from zeroshard.host.launch.environment import NetnsNodes
 
-NUM_STAGES = 4
 MOST_LEVERS = 16  # more than `--fit` has
 # Modules that each rank imports in any case. torch's optimizers import torch._dynamo at their first step: seconds.
 TRAINS = ("zeroshard.train.start", "torch._dynamo")
@@ -50,8 +49,6 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
     if world is None and (config.nproc > 1 or several or config.fit != "off"):
         require_room(config.nproc)
         environment.end_with_starter()
-        max_stage_raises = NUM_STAGES - 1 if config.strategy == "auto" else 0
-        max_stage_raises = MOST_LEVERS if config.fit != "off" else max_stage_raises
         rendezvous = (
             rendezvous_address.rendezvous_at(config.rdzv_endpoint, *parse_nnodes(config.nnodes)) if several else None
         )
@@ -62,7 +59,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 nproc,
                 config.port,
                 config.max_restarts,
-                max_stage_raises,
+                MOST_LEVERS if config.fit != "off" else 0,
                 rendezvous=rendezvous,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
@@ -94,7 +91,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
 
 def _of_strategy(name: str) -> tuple[str, ...]:
     """The modules that ranks import for a built-in strategy; a user's own strategy is imported by the ranks."""
-    entry = STRATEGIES.get("zero0" if name == "auto" else name)
+    entry = STRATEGIES.get(name)
     return (entry.module,) if entry and entry.module else ()
 
 

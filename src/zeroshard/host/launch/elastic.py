@@ -60,7 +60,7 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
-    words: Sequence[str], nproc: int, rendezvous: RendezvousAddress, *, max_restarts: int, max_stage_raises: int = 0
+    words: Sequence[str], nproc: int, rendezvous: RendezvousAddress, *, max_restarts: int, max_levers: int = 0
 ) -> Ending:
     """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 
@@ -75,7 +75,7 @@ def run_elastic(
         nproc: how many ranks to start on this machine.
         rendezvous: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all ranks are started again after one failed or was lost.
-        max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
+        max_levers: how often they are also started again after one has ended with `ExitStatus.OUT_OF_MEMORY`.
 
     Returns:
         The exit status of the root cause, and the line to print about it.
@@ -94,13 +94,13 @@ def run_elastic(
             entrypoint=sys.executable,
             args=("-m", "zeroshard", *words),
             rdzv_handler=handler,
-            max_restarts=max_restarts + max_stage_raises,
+            max_restarts=max_restarts + max_levers,
             monitor_interval=MONITOR_INTERVAL_S,
             local_addr=rendezvous.own_address,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
         agent._shutdown_timeout = SHUTDOWN_GRACE_S  # torch 2.11 does not take it as an argument
-        agent.restarts_left, agent.moves_left, agent.words = max_restarts, max_stage_raises, tuple(words)
+        agent.restarts_left, agent.moves_left, agent.words = max_restarts, max_levers, tuple(words)
         return _run(agent, handler, rendezvous)
 
 
@@ -189,7 +189,7 @@ class _Agent(LocalElasticAgent):
             return result
         why = ending.line or f"exit status {ending.status}"
         of_another_host = not alone and ending.status == ExitStatus.PEER_LOST and not self.restarts_left
-        if self.moves_left and (ending.status == ExitStatus.STAGE_RAISED or of_another_host):
+        if self.moves_left and (ending.status == ExitStatus.OUT_OF_MEMORY or of_another_host):
             self.moves_left -= 1
             print(f"started again: {why}", file=sys.stderr, flush=True)
         elif ending.status in WORTH_A_RESTART and self.restarts_left:

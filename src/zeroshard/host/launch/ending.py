@@ -32,7 +32,7 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
         failures: by rank, its exit code (negative for a signal) and its message, in the order in which ranks ended.
     """
     for code, message in failures.values():
-        if code == ExitStatus.STAGE_RAISED:
+        if code == ExitStatus.OUT_OF_MEMORY:
             return Ending(code, message)
     if (ExitStatus.PEER_LOST, "") in failures.values():  # that rank has printed why itself: see `end_as_peer_lost`
         return Ending(ExitStatus.PEER_LOST)

@@ -25,7 +25,7 @@ def launch_workers(
     nproc: int,
     port: int = 0,
     max_restarts: int = 0,
-    max_stage_raises: int = 0,
+    max_levers: int = 0,
     rendezvous: RendezvousAddress | None = None,
     nodes: NetnsNodes | None = None,
     imports: Sequence[str] = (),
@@ -39,7 +39,7 @@ def launch_workers(
         nproc: ranks to start on this machine, 1 or more.
         port: port of their rendezvous on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one failed or was lost: `zeroshard.host.launch.elastic`.
-        max_stage_raises: how often they are also started again after one has ended with `ExitStatus.STAGE_RAISED`.
+        max_levers: how often they are also started again after one has ended with `ExitStatus.OUT_OF_MEMORY`.
         rendezvous: where they meet the ranks of other machines; ``port`` is then ignored.
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
         imports: modules that every rank will import; with one machine they are imported here, once, and ranks are
@@ -62,7 +62,7 @@ def launch_workers(
     if alone:
         import_all(imports)
     _silence_elastic_loggers()
-    return run_elastic(argv, nproc, rendezvous, max_restarts=max_restarts, max_stage_raises=max_stage_raises)
+    return run_elastic(argv, nproc, rendezvous, max_restarts=max_restarts, max_levers=max_levers)
 
 
 def _silence_elastic_loggers() -> None:

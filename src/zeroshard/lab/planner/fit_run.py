@@ -118,7 +118,7 @@ class _Job:
     def flags(self, choice: Choice) -> tuple[str, ...]:
         """All flags that make a choice."""
         job, config, found = self.job, self.job.config, [*choice.bits]
-        if choice.stage != self.stages[0] or config.strategy == "auto":
+        if choice.stage != self.stages[0]:
             found.append(f"--strategy zero{choice.stage}")
         found += choice.tried.flags
         shares = any(each.startswith("--sequence-parallel") for each in choice.tried.flags)
@@ -233,10 +233,7 @@ def _rows(job: FitJob) -> int:
 
 def _stages(job: FitJob) -> tuple[int, ...]:
     """The stages that are open: the given one, or those from the default one on."""
-    name = job.config.strategy
-    if name == "auto":
-        return tuple(STAGES)
-    stage = strategy_entry(name).stage
+    stage = strategy_entry(job.config.strategy).stage
     return (stage,) if ("strategy",) in job.kept else tuple(each for each in STAGES if each >= stage)
 
 

@@ -21,7 +21,7 @@ from zeroshard.settings.tables import TrackConfig
 from zeroshard.settings.validate import by_dotted_name
 from zeroshard.train.config.config import TrainConfig
 
-STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2", "auto")  # in the order of figures
+STRATEGIES = ("zero0", "zero1", "zero2", "zero3", "ddp", "zero1-torch", "fsdp2")  # in the order of figures
 OF_LINKS = ("link.bandwidth",)
 # Settings in which runs may differ and still be repeats of one configuration, because they change no result.
 _ASIDE = (*CHANGES_NO_RESULT, "profile.trace_steps", "profile.memory", "plan.enforce", "plan.device")

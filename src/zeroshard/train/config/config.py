@@ -54,8 +54,7 @@ class RunTables(ModelTables):
 
     strategy: Free[StrategyName] = Field(
         "zero2",
-        description="How training state is spread over ranks: auto (the lowest stage that fits), "
-        f"{', '.join(STRATEGIES)}, or module:name of your own.",
+        description=f"How training state is spread over ranks: {', '.join(STRATEGIES)}, or module:name of your own.",
     )
 
 
@@ -316,7 +315,7 @@ class TrainConfig(EngineConfig, RunTables):
         self._link_agrees()
         if self.fit != "off" and not strategy.planned:
             stages = ", ".join(strategies_with("planned"))
-            raise UserError("fit", f"no plan knows the memory of {self.strategy}", f"use --strategy {stages}, or auto")
+            raise UserError("fit", f"no plan knows the memory of {self.strategy}", f"use --strategy {stages}")
         if self.dry_run and self.fit == "off":
             raise UserError("dry_run", "it prints what fit chooses, and fit is off", "add --fit, or leave it out")
         if not self.out:
@@ -362,8 +361,8 @@ class TrainConfig(EngineConfig, RunTables):
         if mode == "netns" and self.comm != "auto" and not comm_entry(self.comm).over_network:
             others = " or ".join(("auto", *(name for name, entry in COMMUNICATORS.items() if entry.over_network)))
             raise UserError("comm", f"{self.comm} passes no network that netns could slow", f"use {others}")
-        if mode == "netns" and (self.max_restarts or self.strategy == "auto"):
-            field = "max_restarts" if self.max_restarts else "strategy"
+        if mode == "netns" and (self.max_restarts or self.fit != "off"):
+            field = "max_restarts" if self.max_restarts else "fit"
             what = f"{getattr(self, field)} restarts ranks, and inside netns they could not reach the store"
             raise UserError(field, what, "leave it out, or use --link.mode simulated")
         if nproc and nproc % node_size:

@@ -40,14 +40,10 @@ def communicators(*others: str) -> Callable[[], tuple[str, ...]]:
     return lambda: (*others, *COMMUNICATORS)
 
 
-def _strategies() -> tuple[str, ...]:
-    return ("auto", *STRATEGIES)
-
-
 def _evaluating() -> tuple[str, ...]:
     return ("none", *strategies_with("evaluates"))
 
 
-StrategyName = Annotated[str, one_of(_strategies)]
+StrategyName = Annotated[str, one_of(lambda: STRATEGIES)]
 EvaluatingName = Annotated[str, one_of(_evaluating)]
 CommName = Annotated[str, one_of(communicators("auto"))]

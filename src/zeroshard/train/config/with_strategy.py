@@ -21,8 +21,6 @@ def check_wire(wire: WireConfig, strategy: str) -> None:
     name, value = f"wire.{wire.given}", getattr(wire, wire.given)
     if not entry.planned:
         raise UserError(name, f"{value} is given, and {strategy} does not use zeroshard's engine", todo)
-    if strategy == "auto":
-        raise UserError(name, f"{value} is given, and auto may choose stage 0, which has no wire formats", todo)
     rules.check_wire(name, value, entry.stage, todo)
 
 
@@ -47,8 +45,6 @@ def check_local_steps_settings(config: Any) -> None:
         raise UserError(
             "local_steps.every", f"{strategy} cannot take local steps: it does not use zeroshard's engine", todo
         )
-    if strategy == "auto":
-        raise UserError("local_steps.every", "auto cannot take local steps: what fits is found for one replica", todo)
     rules.check_local_steps("local_steps.every", config.local_steps.every, config.shard_size)
     if config.ema_decay:
         what = f"{config.ema_decay} averages the weights of each step, which replicas do not have in common"

@@ -105,7 +105,6 @@ class Run:
     about: dict[str, str] = field(default_factory=dict)  # the run in words, by label: `about_run`
     kernels: Mapping[str, str] = field(default_factory=dict)  # what serves each operation, as ``LayerNorm: triton``
     link: Mapping[str, Any] = field(default_factory=dict)  # the requested and the measured speed of a slowed link
-    stage: int | None = None  # chosen by ``--strategy auto``
     lock: RunLock | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     contract: Contract | None = None  # the run's plan

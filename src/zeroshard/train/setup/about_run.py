@@ -59,7 +59,7 @@ def about_run(run: Run, config: TrainConfig, model: LanguageModel, why_fraction:
     adapters = f", of which {num_trained:,} of adapters are trained" if model.lora is not None else ""
     lines = {
         "run": f"{run.folder}, {config.max_steps:,} step{'s' if config.max_steps > 1 else ''}{resumed}",
-        "strategy": strategy_in_words(config.strategy, comm.world_size, chosen=run.stage is not None, **sizes) + alike,
+        "strategy": strategy_in_words(config.strategy, comm.world_size, **sizes) + alike,
         "offload": offload_in_words(config, why_fraction, comm.world_size),
         "update": update_in_words(config, run),
         "comm": communicator_in_words(comm, config.strategy),
@@ -81,18 +81,17 @@ def next_command(config: TrainConfig, folder: Path) -> str:
     return shlex.join(["zeroshard", "generate" if is_text else "report", str(folder)])
 
 
-def strategy_in_words(name: str, world_size: int, *, over: int, chosen: bool = False, every: int = 1) -> str:
+def strategy_in_words(name: str, world_size: int, *, over: int, every: int = 1) -> str:
     """Describe a strategy, as ``zero2: optimizer states and gradients sharded over 2 ranks``.
 
     ``over``: the number of ranks over which training state is sharded. ``every``: local steps for each outer step.
     """
-    said = f"{name} (chosen by auto)" if chosen else name
     if name in _TORCH_STRATEGIES:
-        said = f"{said}: {_TORCH_STRATEGIES[name]},"
+        said = f"{name}: {_TORCH_STRATEGIES[name]},"
     elif strategy_entry(name).planned:
-        said = f"{said}:"
+        said = f"{name}:"
     else:
-        return f"{said} on {_ranks(world_size)}"
+        return f"{name} on {_ranks(world_size)}"
     if world_size == 1:
         return f"{said} one rank, which keeps all training state"
     row = STAGES[strategy_entry(name).stage]

@@ -37,7 +37,6 @@ from zeroshard.train.records.trackers import require_trackers
 from zeroshard.train.setup import assemble, resume
 from zeroshard.train.setup.about_run import about_run
 from zeroshard.train.setup.agree import start_facts
-from zeroshard.train.setup.auto import with_stage
 from zeroshard.train.setup.callbacks import callbacks_of, recorders, users_callbacks, users_classes
 from zeroshard.train.setup.corpus import open_corpus
 from zeroshard.train.setup.fit import Fit, FitRecord, Fitting, made_to_fit
@@ -87,9 +86,8 @@ def build_run(
 ) -> Run:
     """Build one rank's part of a run over ranks that are connected already; collective.
 
-    ``predict`` makes the plan that the run is compared with, and those by which the strategy ``auto`` chooses a stage;
-    None: there is no plan, and ``auto`` starts at stage 0. ``fit`` makes a run fit that asks for it; None: it is as
-    given.
+    ``predict`` makes the plan that the run is compared with; None: there is none. ``fit`` makes a run fit that asks for
+    it; None: it is as given.
 
     Raises:
         UserError: as `built`.
@@ -150,7 +148,6 @@ def _assembled(
     _warn(config, comm, draws=draws and resume_from is None)
 
     plans = Plans(assemble.shapes(config, corpus.vocab_size, eos_id), comm, device, predict)
-    config, stage = with_stage(config, plans)
     config, why_fraction = settled(config, plans)
 
     observed = ObservedCommunicator(comm)
@@ -175,7 +172,6 @@ def _assembled(
         comm=observed,
         kernels=assemble.serving(config, model, device),
         link=link,
-        stage=stage,
         lock=lock,
         clock=Stopwatch(device),
         contract=plans.contract(config),

@@ -152,7 +152,7 @@ class Fitting:
         missing |= {"needed_bytes": self.chosen.needed_bytes, "free_bytes": self.free_bytes}
         write_inside(self.out, FILE, _state(self.chosen.next_flags, [*self.ran_out, missing]))
         todo = "" if has_launcher() else "; start again with --resume auto"
-        end_at_once(f"{what}; next is {' '.join(self.chosen.next_flags)}{todo}", ExitStatus.STAGE_RAISED)
+        end_at_once(f"{what}; next is {' '.join(self.chosen.next_flags)}{todo}", ExitStatus.OUT_OF_MEMORY)
 
 
 class FitRecord(Callback):

@@ -10,6 +10,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
+import torch
+
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import agreement, by_rank, first_rank_does, largest, of_first_rank, send_bytes
 from zeroshard.host import host_memory
@@ -20,17 +22,15 @@ from zeroshard.settings.offload import OffloadConfig
 from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.records.plan_contract import Planned
 from zeroshard.train.records.records import in_memory
-from zeroshard.train.setup.auto import HEADROOM, num_free_bytes
 from zeroshard.train.setup.plans import PLANNED, Plans
 from zeroshard.zero.offload.rank_files import left_behind
 
+HEADROOM = 0.1  # share of free memory that must stay free: other processes, fragments, communicators' buffers
 _UNIT = 1e9  # a fraction is sent as a whole number of these parts
 
 
 def settled(config: TrainConfig, plans: Plans) -> tuple[TrainConfig, str]:
     """Return the configuration with a number for ``offload.fraction``, and the reason if it was ``auto``. Collective.
-
-    The strategy of ``config`` is not ``auto``.
 
     Raises:
         UserError: the ranks of a machine keep more in memory of the host, or in files, than it has; raised on every
@@ -67,6 +67,13 @@ def settled(config: TrainConfig, plans: Plans) -> tuple[TrainConfig, str]:
     on_host = resident if device.type == "cpu" else {k: n for k, n in resident.items() if k.startswith("host_")}
     require_host_memory(comm, in_memory(on_host), neighbours)
     return config, why
+
+
+def num_free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Return the bytes that this rank may still allocate: the device's free memory, on CPUs over ``num_ranks``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return (host_memory.available_bytes() or 0) // num_ranks
 
 
 def require_host_memory(comm: Communicator, num_bytes: int, neighbours: Sequence[int]) -> None:
