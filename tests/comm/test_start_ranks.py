@@ -240,6 +240,24 @@ def test_a_rank_that_left_no_word_leaves_nothing_to_print():
     assert _ending({0: ProcessFailure(0, os.getpid(), 1, "no such file")}) == Ending(1)
 
 
+@pytest.mark.parametrize(
+    ("kills", "says", "ending"),
+    [
+        ([2, 2], None, Ending(4, "rank 1: was ended by SIGKILL; look for a lack of memory here")),
+        ([None, None], None, Ending(4, "rank 1: was ended by SIGKILL; look for a lack of memory here")),
+        ([2, 3], None, Ending(4, "rank 1: was killed by the kernel, as memory ran out; use less of it, or --fit")),
+        ([2, 3], Ending(7, "next is less"), Ending(7, "next is less")),
+    ],
+)
+def test_a_killed_rank_ran_out_of_memory_where_the_kernel_counts_that(kills, says, ending, monkeypatch):
+    monkeypatch.setattr(elastic.host_memory, "num_oom_kills", lambda: kills[1])
+    agent, asked = object.__new__(_Agent), []
+    agent._oom_kills, agent.after_oom_kill = kills[0], lambda rank: (asked.append(rank), says)[1]
+    codes = {0: 1, 1: -signal.SIGKILL}
+    assert agent._cause({rank: ProcessFailure(rank, 0, code, "no such file") for rank, code in codes.items()}) == ending
+    assert asked == ([1] if kills == [2, 3] else [])
+
+
 @pytest.mark.parametrize(("waiting", "state"), [([0, 0, 1], WorkerState.HEALTHY), ([0] * 99, WorkerState.FAILED)])
 def test_ranks_that_another_machine_has_asked_to_end_are_restarted_with_it(monkeypatch, waiting, state):
     """Its launcher was the first to hear that a machine waits; here the ranks have ended before the news came."""

@@ -50,6 +50,18 @@ def test_a_group_bounds_what_its_processes_have_together_and_pages_of_files_can_
     assert host_memory.available_bytes() == 0
 
 
+def test_the_kernel_counts_processes_that_it_has_killed_for_lack_of_memory(machine):
+    assert host_memory.num_oom_kills() is None
+    machine("proc/vmstat", "oom_kill 3\n")
+    assert host_memory.num_oom_kills() == 3  # of the machine
+    machine("proc/self/cgroup", "4:memory:/ours\n0::/jobs/ours\n")
+    machine("control_groups/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert host_memory.num_oom_kills() == 2
+    machine("proc/self/cgroup", "0::/jobs/ours\n")
+    machine("control_groups/jobs/ours/memory.events", "max 7\noom 2\noom_kill 1\noom_group_kill 0\n")
+    assert host_memory.num_oom_kills() == 1
+
+
 def test_the_older_version_of_groups_is_read_too_and_its_largest_number_means_no_limit(machine):
     machine("proc/self/cgroup", "4:cpu,memory:/ours\n2:pids:/\n")
     machine("control_groups/memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")

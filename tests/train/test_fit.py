@@ -13,7 +13,7 @@ import torch
 
 import forked
 from tiny_runs import events_of
-from zeroshard.comm import LocalCommunicator
+from zeroshard.comm import LocalCommunicator, PeerError
 from zeroshard.host import host_memory
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.settings.validate import validate
@@ -21,18 +21,21 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.toml import load_config
 from zeroshard.train.setup import fit
 from zeroshard.train.setup.build import build_run
-from zeroshard.train.setup.fit import Fitted, made_to_fit
+from zeroshard.train.setup.fit import Fitted, after_oom_kill, made_to_fit
 from zeroshard.train.start import run_training
 
 CPU = torch.device("cpu")
 FULL = "--model.activation-checkpointing full"
+NO_LEVER = "no lever is left; use a smaller --micro-batch-size or --seq-len, more ranks, or --fit base,states"
 TILES = "--tiles auto"
 
-# Ranks whose memory runs out in the third step on rank 1 alone, unless blocks are recomputed.
+# Ranks whose memory runs out in the third step on rank 1 alone, unless blocks are recomputed; with a FILE the kernel
+# kills the rank, and counts that there.
 PROGRAM = """
-import os, sys
+import os, signal, sys
+from pathlib import Path
 from zeroshard import cli
-from zeroshard.host import process
+from zeroshard.host import host_memory, process
 process.prepare_torch()
 import torch
 from zeroshard.train.loop import loop
@@ -41,10 +44,15 @@ take_step = loop.take_step
 
 def short_of_memory(run, step, stop_wanted):
     if step == 2 and run.config["model"]["activation_checkpointing"] == "none" and os.environ["RANK"] == "1":
+        if "FILE" in os.environ:
+            Path(os.environ["FILE"]).write_text("1")
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 134217728 bytes.")
     return take_step(run, step, stop_wanted)
 
 loop.take_step = short_of_memory  # and in the ranks, which are forked
+if "FILE" in os.environ:
+    host_memory.num_oom_kills = lambda: int(Path(os.environ["FILE"]).read_text())
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -138,6 +146,33 @@ def test_memory_that_runs_out_leaves_the_next_levers_to_the_next_start(tiny_conf
         raise RuntimeError("shape mismatch")
 
 
+def test_a_rank_that_the_kernel_has_killed_ran_out_of_memory(tiny_config, monkeypatch):
+    """Whoever misses it leaves the next levers: a launcher of ours, or else ranks that were told of its loss."""
+    kills, ended = [0], []
+    monkeypatch.setattr(host_memory, "num_oom_kills", lambda: kills[0])
+    monkeypatch.setattr(fit, "end_at_once", lambda *line_and_status: ended.append(line_and_status))
+    config = tiny_config(fit="on")
+    out = Path(config.out)
+    assert after_oom_kill(config.out, 1) is None  # nothing was planned yet
+    out.mkdir()
+    _, fitting = made_to_fit(config, LocalCommunicator(), CPU, choosing(FULL, next_flags=(FULL, TILES)))
+    with pytest.raises(PeerError), fitting.pulls_next_lever(str):  # lost, and not for lack of memory
+        raise PeerError("rank 1 is gone")
+    kills[0] = 1
+    with fitting.pulls_next_lever(lambda: "in step 3"):
+        raise PeerError("rank 1 is gone")
+    what = "fit: the kernel killed a rank of this machine, as memory ran out in step 3"
+    assert ended == [(f"{what}; next is {FULL} {TILES}; start again with --resume auto", ExitStatus.OUT_OF_MEMORY)]
+    assert json.loads((out / fit.FILE).read_text())["flags"] == [FULL, TILES]
+    assert after_oom_kill(config.out, 1) is None  # the start with these was not planned yet
+    for next_flags, ending in [
+        ((TILES,), (ExitStatus.OUT_OF_MEMORY, f"fit: the kernel killed rank 1, as memory ran out; next is {TILES}")),
+        (None, (ExitStatus.CHECK_FAILED, f"fit: the kernel killed rank 1, as memory ran out, and {NO_LEVER}")),
+    ]:
+        made_to_fit(config, LocalCommunicator(), CPU, choosing(next_flags=next_flags))
+        assert after_oom_kill(config.out, 1) == ending
+
+
 def test_what_does_not_go_together_is_refused_in_a_line(tiny_config):
     cases = [
         ({"fit": "everything"}, "fit: 'everything' is not a choice; choose one of off, on, base, states, base,states"),
@@ -168,16 +203,21 @@ def test_a_limit_of_the_process_bounds_what_is_free(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_of_which_one_runs_out_of_memory_go_on_together_with_the_next_lever(tmp_path):
+@pytest.mark.parametrize("by", ["an error", "the kernel"])
+def test_ranks_of_which_one_runs_out_of_memory_go_on_together_with_the_next_lever(by, tmp_path):
     size = "--model.n-layer 2 --model.n-embd 16 --model.n-head 2 --seq-len 64 --micro-batch-size 8 --max-steps 4"
     saves = "--checkpoint-interval 1 --no-checkpoint-async --eval-interval 0 --data.max-tokens 6000"
     places = f"--data synthetic --data.dir {tmp_path / 'data'} --out {tmp_path / 'run'}"
     words = f"--fit --nproc 2 --comm ring {size} {saves} {places}".split()
     command, env = [sys.executable, "-c", PROGRAM, *words], os.environ | {"OMP_NUM_THREADS": "1"}
+    if by == "the kernel":
+        (tmp_path / "kills").write_text("0")
+        env["FILE"] = str(tmp_path / "kills")
     done = forked.run(command, env=env, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done
     (again,) = [line for line in done.stderr.splitlines() if line.startswith("started again")]
     lacked = "fit: rank 1 ran out of memory in step 3, where 0.12 GiB more were asked for"
+    lacked = lacked if by == "an error" else "fit: the kernel killed rank 1, as memory ran out"
     assert again == f"started again: {lacked}; next is {FULL}"
     assert "Traceback" not in done.stderr
     assert [event["step"] for event in events_of(tmp_path / "run", "start")] == [0, 2]
@@ -187,12 +227,48 @@ def test_ranks_of_which_one_runs_out_of_memory_go_on_together_with_the_next_leve
     assert load_config(tmp_path / "run" / "config.toml").model.activation_checkpointing == "full"
 
 
-def _under(limit_bytes, *words):
-    """A run each of whose processes may have so much private memory."""
+def _under(limit_bytes, *words, module="zeroshard", **env):
+    """A program each of whose processes may have so much private memory."""
     code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_DATA, ({limit_bytes},) * 2); "
-    command = [sys.executable, "-c", f"{code}runpy.run_module('zeroshard', run_name='__main__')", "train", *words]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"{code}runpy.run_module('{module}', run_name='__main__')", *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600, check=False)
+
+
+# Rank 1 takes all memory that the kernel lets it have, before the third step, unless blocks are recomputed.
+HUNGRY = """
+import os
+import torch
+from zeroshard.train.records.records import Callback
+
+class Hungry(Callback):
+    def before_step(self, step):
+        taken = []
+        given = self.run.config["model"]["activation_checkpointing"] == "none"
+        while step == 3 and os.environ["RANK"] == "1" and given:
+            taken.append(torch.ones(2**22))
+"""
+
+
+@pytest.mark.soak
+def test_a_run_of_torchrun_that_ran_out_of_memory_is_started_again_with_the_next_lever(tmp_path):
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    size = "--model.n-layer 2 --model.n-embd 16 --model.n-head 2 --seq-len 64 --micro-batch-size 8 --max-steps 4"
+    saves = "--checkpoint-interval 1 --no-checkpoint-async --eval-interval 0 --data.max-tokens 6000"
+    places = f"--data synthetic --data.dir {tmp_path / 'data'} --out {tmp_path / 'run'} --callback hungry:Hungry"
+    words = f"--standalone --nproc_per_node 2 -m zeroshard train --fit --comm shm {size} {saves} {places}".split()
+    first, second = (
+        _under(2 * 2**30, *words, *more, module="torch.distributed.run", PYTHONPATH=str(tmp_path))
+        for more in ([], ["--resume", "auto"])
+    )
+    said = r"fit: rank 1 ran out of memory in step 3, where [\d.]+ MiB more were asked for; next is "
+    (line,) = [each for each in first.stderr.splitlines() if each.startswith("fit: ")]
+    assert re.fullmatch(f"{said}{FULL}; start again with --resume auto", line)
+    assert "exitcode  : 7" in first.stderr
+    assert second.returncode == 0, second
+    assert [event["step"] for event in events_of(tmp_path / "run", "step")] == [1, 2, 3, 4]
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["fit"]
+    assert (found["flags"], found["ran_out"][0]["rank"]) == ([FULL], 1)
 
 
 @pytest.mark.soak
@@ -201,7 +277,7 @@ def test_runs_under_four_limits_of_their_memory(tmp_path):
     mib, most = 2**20, 8 * 2**30
     size = "--model.n-layer 8 --model.n-embd 256 --model.n-head 4 --seq-len 128 --micro-batch-size 8 --max-steps 2"
     once = f"--no-checkpoint-async --eval-interval 0 --data synthetic --data.dir {tmp_path / 'data'}"
-    words = [*f"--fit {size} {once} --data.max-tokens 20000".split(), "--out"]
+    words = [*f"train --fit {size} {once} --data.max-tokens 20000".split(), "--out"]
 
     def planned(limit_bytes):
         done = _under(limit_bytes, *words, str(tmp_path / "dry"), "--dry-run")

@@ -45,6 +45,17 @@ def bytes_within_limits() -> int | None:
     return min(found, default=None)
 
 
+def num_oom_kills() -> int | None:
+    """How many processes of this control group the kernel has killed as memory ran out; None where nothing says it.
+
+    Of the machine, if the group has no such count.
+    """
+    folders = [folder for folder, _ in _groups()]
+    files = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
+    found = (_entries(file).get("oom_kill") for file in (*files, PROC / "vmstat"))
+    return next((count for count in found if count is not None), None)
+
+
 def keeps_files_of(folder: Path) -> bool:
     """Whether the folder's file system keeps its files in memory, as far as the kernel says it."""
     device = os.stat(folder).st_dev
@@ -131,24 +142,30 @@ def _in_groups() -> Iterator[int]:
 
 def _limits() -> Iterator[tuple[int, int]]:
     """``(limit, bytes in use)`` of the control group of this process and of those around it, if they have a limit."""
+    for folder, (limit_file, use_file, droppable) in _groups():
+        limit, used = _number(folder / limit_file), _number(folder / use_file)
+        if limit is not None and used is not None and limit < _NO_LIMIT:
+            stat = _entries(folder / "memory.stat")
+            yield limit, used - sum(stat.get(name, 0) for name in droppable)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
+    """The folders of the control group of this process and of those around it, with the names of their files."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if not kinds:
-            top, (limit_file, use_file, droppable) = CONTROL_GROUPS, _V2
+            top, files = CONTROL_GROUPS, _V2
         elif "memory" in kinds.split(","):
-            top, (limit_file, use_file, droppable) = CONTROL_GROUPS / "memory", _V1
+            top, files = CONTROL_GROUPS / "memory", _V1
         else:
             continue
         group = top / path.lstrip("/")
         # Inside a container the path is often that of the host, and only the top is mounted: so look there in any case.
         for folder in [group, *(parent for parent in group.parents if parent == top or top in parent.parents)]:
-            limit, used = _number(folder / limit_file), _number(folder / use_file)
-            if limit is not None and used is not None and limit < _NO_LIMIT:
-                stat = _entries(folder / "memory.stat")
-                yield limit, used - sum(stat.get(name, 0) for name in droppable)
+            yield folder, files
 
 
 def _meminfo(name: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from zeroshard.train.config.config import TrainConfig
 from zeroshard.train.config.data_section import require_data
 
 if TYPE_CHECKING:
+    from zeroshard.host.launch.ending import Ending
     from zeroshard.host.launch.environment import NetnsNodes
 
 MOST_LEVERS = 16  # more than `--fit` has
@@ -63,6 +65,7 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
                 rendezvous=rendezvous,
                 nodes=nodes,
                 imports=(*TRAINS, *_of_strategy(config.strategy)),
+                after_oom_kill=partial(_after_oom_kill, config.out) if config.fit != "off" else None,
             )
         if ending.line:
             say(ending.line)
@@ -87,6 +90,14 @@ def train(config: TrainConfig, argv: Sequence[str]) -> int:
             line = f"rank {world.rank if world else 0}: {error}{why}; start again with --resume auto"
             say(line, all_ranks=lost_first)
             return ExitStatus.PEER_LOST
+
+
+def _after_oom_kill(out: str, rank: int) -> Ending | None:
+    from zeroshard.host.launch.ending import Ending
+    from zeroshard.train.setup.fit import after_oom_kill
+
+    said = after_oom_kill(out, rank)
+    return Ending(*said) if said else None
 
 
 def _of_strategy(name: str) -> tuple[str, ...]:

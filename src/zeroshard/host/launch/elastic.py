@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from zeroshard.host import host_memory
 from zeroshard.host.errors import ExitStatus
 from zeroshard.host.launch.ending import Ending, root_cause
 from zeroshard.host.launch.environment import child_environment, count_restart, variable
@@ -60,7 +61,13 @@ WORTH_A_RESTART = frozenset({int(ExitStatus.FAILED), int(ExitStatus.PEER_LOST)})
 
 
 def run_elastic(
-    words: Sequence[str], nproc: int, rendezvous: RendezvousAddress, *, max_restarts: int, max_levers: int = 0
+    words: Sequence[str],
+    nproc: int,
+    rendezvous: RendezvousAddress,
+    *,
+    max_restarts: int,
+    max_levers: int = 0,
+    after_oom_kill: Callable[[int], Ending | None] | None = None,
 ) -> Ending:
     """Run ``python -m zeroshard WORDS`` as ``nproc`` ranks on this machine, wait for them, restart them after a loss.
 
@@ -76,6 +83,8 @@ def run_elastic(
         rendezvous: where the ranks meet, on this machine or among several; port 0: any free one.
         max_restarts: how often all ranks are started again after one failed or was lost.
         max_levers: how often they are also started again after one has ended with `ExitStatus.OUT_OF_MEMORY`.
+        after_oom_kill: says how the run ended of which the kernel has killed this rank for lack of memory; None, or if
+            it returns None: a rank was lost.
 
     Returns:
         The exit status of the root cause, and the line to print about it.
@@ -101,6 +110,7 @@ def run_elastic(
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=log_dir))
         agent._shutdown_timeout = SHUTDOWN_GRACE_S  # torch 2.11 does not take it as an argument
         agent.restarts_left, agent.moves_left, agent.words = max_restarts, max_levers, tuple(words)
+        agent.after_oom_kill = after_oom_kill or (lambda rank: None)
         return _run(agent, handler, rendezvous)
 
 
@@ -119,7 +129,7 @@ def _run(agent: _Agent, handler: OneHost | SeveralHosts, rendezvous: RendezvousA
         handler.shutdown()
         raise
     handler.shutdown()
-    return _ending(result.failures) if result.is_failed() else Ending(ExitStatus.OK)
+    return agent.ending if result.is_failed() else Ending(ExitStatus.OK)
 
 
 def _why_not_met(error: Exception, rendezvous: RendezvousAddress) -> str:
@@ -163,8 +173,12 @@ class _Agent(LocalElasticAgent):
 
     restarts_left = moves_left = 0
     words: tuple[str, ...] = ()  # the words after `zeroshard`
+    ending: Ending  # of the last ranks that failed
+    after_oom_kill: Callable[[int], Ending | None]
+    _oom_kills: int | None = None  # before the ranks were started
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._oom_kills = host_memory.num_oom_kills()
         handler = worker_group.spec.rdzv_handler
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
         envs = {worker.local_rank: _environment(worker_group, worker, restarts) for worker in worker_group.workers}
@@ -182,7 +196,7 @@ class _Agent(LocalElasticAgent):
         if result.state is not WorkerState.FAILED:
             return result
         alone = isinstance(worker_group.spec.rdzv_handler, OneHost)
-        ending = _ending(result.failures)
+        ending = self.ending = self._cause(result.failures)
         if not alone and ending.status == ExitStatus.TERMINATED and self._machine_waits():
             return RunResult(WorkerState.HEALTHY)  # as if this launcher had heard of it before its ranks: restart them
         if not self._remaining_restarts:
@@ -202,6 +216,15 @@ class _Agent(LocalElasticAgent):
         else:
             self._remaining_restarts = 0
         return result
+
+    def _cause(self, failures: Mapping[int, Any]) -> Ending:
+        """The root cause; of a rank that was killed, whether the kernel did it as memory ran out: it counts those."""
+        ending = _ending(failures)
+        kills, rank = host_memory.num_oom_kills(), ending.killed_rank
+        if rank is None or kills is None or self._oom_kills is None or kills == self._oom_kills:
+            return ending
+        line = f"rank {rank}: was killed by the kernel, as memory ran out; use less of it, or --fit"
+        return self.after_oom_kill(rank) or Ending(ending.status, line)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zeroshard.host.errors import ExitStatus
 
@@ -17,10 +17,17 @@ _SIGNAL_TODO = {
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a group of ranks ended: the exit status to pass on, and the line to print (may be empty)."""
+    """How a group of ranks ended.
+
+    Attributes:
+        status: the exit status to pass on.
+        line: what to print; may be empty.
+        killed_rank: the rank that SIGKILL ended, if that was the cause.
+    """
 
     status: int
     line: str = ""
+    killed_rank: int | None = field(default=None, compare=False)
 
 
 def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
@@ -40,7 +47,8 @@ def root_cause(failures: Mapping[int, tuple[int, str]]) -> Ending:
         if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
             name = signal.Signals(-code).name
             todo = _SIGNAL_TODO.get(name, "report it with `zeroshard doctor`")
-            return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}")
+            killed_rank = rank if -code == signal.SIGKILL else None
+            return Ending(ExitStatus.PEER_LOST, f"rank {rank}: was ended by {name}; {todo}", killed_rank)
     for _, (code, message) in sorted(failures.items()):
         if code == ExitStatus.USAGE:
             return Ending(code, message)

@@ -90,8 +90,11 @@ def end_as_hung(line: str, speak: bool) -> NoReturn:
 
 
 def end_at_once(line: str, status: ExitStatus) -> NoReturn:
-    """End this process now with ``status``; its launcher prints ``line``, or this process if it has no launcher."""
-    if not tell_launcher(line):
+    """End this process now with ``status``; its launcher prints ``line``, or this process if it has no launcher.
+
+    Nothing is printed for an empty ``line``.
+    """
+    if not tell_launcher(line) and line:
         print(line, file=sys.stderr, flush=True)
     os._exit(status)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from zeroshard.host.errors import UserError
@@ -17,6 +17,7 @@ from zeroshard.host.launch.ending import Ending
 from zeroshard.host.launch.environment import NetnsNodes, child_environment, set_for_workers
 from zeroshard.host.launch.rendezvous_address import RendezvousAddress
 
+AfterOomKill = Callable[[int], Ending | None]
 _LOOPBACK = "127.0.0.1"
 
 
@@ -26,6 +27,7 @@ def launch_workers(
     port: int = 0,
     max_restarts: int = 0,
     max_levers: int = 0,
+    after_oom_kill: AfterOomKill | None = None,
     rendezvous: RendezvousAddress | None = None,
     nodes: NetnsNodes | None = None,
     imports: Sequence[str] = (),
@@ -40,6 +42,7 @@ def launch_workers(
         port: port of their rendezvous on the loopback interface; 0: any free one.
         max_restarts: how often they are started again after one failed or was lost: `zeroshard.host.launch.elastic`.
         max_levers: how often they are also started again after one has ended with `ExitStatus.OUT_OF_MEMORY`.
+        after_oom_kill: what the run says if the kernel has killed this rank for lack of memory: `run_elastic`.
         rendezvous: where they meet the ranks of other machines; ``port`` is then ignored.
         nodes: network namespaces that the ranks enter by `enter_node`; None: they stay in this one.
         imports: modules that every rank will import; with one machine they are imported here, once, and ranks are
@@ -62,7 +65,9 @@ def launch_workers(
     if alone:
         import_all(imports)
     _silence_elastic_loggers()
-    return run_elastic(argv, nproc, rendezvous, max_restarts=max_restarts, max_levers=max_levers)
+    return run_elastic(
+        argv, nproc, rendezvous, max_restarts=max_restarts, max_levers=max_levers, after_oom_kill=after_oom_kill
+    )
 
 
 def _silence_elastic_loggers() -> None:

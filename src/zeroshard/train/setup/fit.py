@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from zeroshard.comm import Communicator
+from zeroshard.comm import Communicator, PeerError
 from zeroshard.comm.agree import first_rank_does, largest, send_bytes
 from zeroshard.comm.registry import name_of
 from zeroshard.host import host_memory
@@ -108,51 +108,70 @@ class FitEndsRunError(Exception):
         super().__init__(said)
 
 
-@dataclass(frozen=True)
 class Fitting:
     """What a run that was made to fit does where memory runs out.
 
-    Attributes:
+    Args:
         out: the run folder.
         rank: of this process.
-        chosen: what the planner chose.
-        free_bytes: that a rank had when it was asked.
-        ran_out: what earlier starts of the run lacked.
+        state: what is in ``fit.json``.
     """
 
-    out: str
-    rank: int
-    chosen: Fitted
-    free_bytes: int
-    ran_out: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, out: str, rank: int, state: Mapping[str, Any]) -> None:
+        self._out, self._rank, self._state = out, rank, state
+        self._oom_kills = host_memory.num_oom_kills()
 
     def as_dict(self) -> dict[str, Any]:
         """For ``summary.json``, beside the plan."""
-        known = {"flags": list(self.chosen.flags), "needed_bytes": self.chosen.needed_bytes}
-        return {**known, "free_bytes": self.free_bytes, "ran_out": self.ran_out}
+        return {name: value for name, value in self._state.items() if name != "next_flags"}
 
     @contextmanager
     def pulls_next_lever(self, where: Callable[[], str]) -> Generator[None]:
-        """Inside, end this process if memory runs out; ``where``: what it does, as ``in step 3``."""
+        """Inside, end this process if memory runs out; ``where``: what it does, as ``in step 3``.
+
+        A rank that the kernel has killed leaves this to those that miss it, unless a launcher of ours does it.
+        """
         try:
             yield
+        except PeerError as error:
+            if has_launcher() or host_memory.num_oom_kills() == self._oom_kills:
+                raise
+            speaks = self._rank == 0 or str(error).startswith("rank 0")
+            self._end(where(), f"the kernel killed a rank of this machine, as memory ran out {where()}", speaks=speaks)
         except (RuntimeError, MemoryError, OSError) as error:
             if not (is_out_of_memory(error) or is_out_of_threads(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # what they hold is needed to write and speak
-            self._end(error, where())
+            lacked = memory_line(error, "").removeprefix("memory: ran out").removesuffix("; ").removeprefix(", where ")
+            what = f"rank {self._rank} ran out of memory {where()}{f', where {lacked}' * bool(lacked)}"
+            self._end(where(), what, lacked)
 
-    def _end(self, error: Exception, where: str) -> NoReturn:
+    def _end(self, where: str, what: str, lacked: str = "", *, speaks: bool = True) -> NoReturn:
         """Leave the flags of the next start in the run folder, and end without waiting for other ranks."""
-        lacked = memory_line(error, "").removeprefix("memory: ran out").removesuffix("; ").removeprefix(", where ")
-        what = f"fit: rank {self.rank} ran out of memory {where}{f', where {lacked}' * bool(lacked)}"
-        if self.chosen.next_flags is None:
-            end_at_once(f"{what}, and no lever is left; {_TODO}", ExitStatus.CHECK_FAILED)
-        missing = {"flags": list(self.chosen.flags), "rank": self.rank, "where": where, "lacked": lacked or "not known"}
-        missing |= {"needed_bytes": self.chosen.needed_bytes, "free_bytes": self.free_bytes}
-        write_inside(self.out, FILE, _state(self.chosen.next_flags, [*self.ran_out, missing]))
-        todo = "" if has_launcher() else "; start again with --resume auto"
-        end_at_once(f"{what}; next is {' '.join(self.chosen.next_flags)}{todo}", ExitStatus.OUT_OF_MEMORY)
+        status, line = _next_start(self._out, self._state, what, rank=self._rank, where=where, lacked=lacked)
+        todo = "; start again with --resume auto" if status == ExitStatus.OUT_OF_MEMORY and not has_launcher() else ""
+        end_at_once(line + todo if speaks else "", status)
+
+
+def after_oom_kill(out: str, rank: int) -> tuple[ExitStatus, str] | None:
+    """Leave the flags of the next start in the run folder of a rank that the kernel has killed, as memory ran out.
+
+    Returns:
+        The exit status, and what to print; None if this start of the run was not planned yet.
+    """
+    state, what = _left(Path(out)), f"the kernel killed rank {rank}, as memory ran out"
+    return _next_start(out, state, what, rank=rank) if "next_flags" in state else None
+
+
+def _next_start(
+    out: str, state: Mapping[str, Any], what: str, *, rank: int, where: str = "", lacked: str = ""
+) -> tuple[ExitStatus, str]:
+    if state["next_flags"] is None:
+        return ExitStatus.CHECK_FAILED, f"fit: {what}, and no lever is left; {_TODO}"
+    missing = {name: state[name] for name in ("flags", "needed_bytes", "free_bytes")}
+    missing |= {"rank": rank, "where": where or "not known", "lacked": lacked or "not known"}
+    _write(out, {"flags": state["next_flags"], "ran_out": [*state["ran_out"], missing]})
+    return ExitStatus.OUT_OF_MEMORY, f"fit: {what}; next is {' '.join(state['next_flags'])}"
 
 
 class FitRecord(Callback):
@@ -182,8 +201,8 @@ def made_to_fit(
     """
     if config.fit == "off" or fit is None:
         return config, None
-    start, ran_out = _left(Path(config.out)) if config.resume != "none" else ((), [])
-    job = replace(_job(config, comm, device), start=start)
+    left = _left(Path(config.out)) if config.resume != "none" else {}
+    job = replace(_job(config, comm, device), start=tuple(left.get("flags", ())))
     found: list[Fitted] = []
     first_rank_does(comm, lambda: found.append(fit(job)))
     sent = send_bytes(comm, json.dumps([asdict(each) for each in found]).encode(), 0)
@@ -194,12 +213,14 @@ def made_to_fit(
         raise FitEndsRunError(status, f"{said}\n\n{chosen.table}")
     if not chosen.fits:
         raise FitEndsRunError(ExitStatus.CHECK_FAILED, f"error: fit: {chosen.said[0]}; {_TODO}")
+    state = {name: getattr(chosen, name) for name in ("flags", "next_flags", "needed_bytes")}
+    state |= {"free_bytes": job.device.memory_bytes, "ran_out": left.get("ran_out", [])}
     if comm.rank == 0:
         print(said, flush=True)
-        write_inside(config.out, FILE, _state(chosen.flags, ran_out))
+        _write(config.out, state)
     # what was resolved for this machine may follow from the flags, and is resolved again
     changed = on_device(with_flags(config, [*chosen.flags, f"--out {config.out}"]), device)
-    return changed, Fitting(config.out, comm.rank, chosen, job.device.memory_bytes, ran_out)
+    return changed, Fitting(config.out, comm.rank, state)
 
 
 def _job(config: TrainConfig, comm: Communicator, device: torch.device) -> FitJob:
@@ -241,17 +262,20 @@ def free_bytes_of_cpu(num_ranks: int) -> int:
     return max(int(free * (1 - HEADROOM)) - RESERVE_BYTES, 0)
 
 
-def _left(folder: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """The flags that an earlier start of the run has left for this one, and what earlier ones lacked."""
+def _left(folder: Path) -> dict[str, Any]:
+    """What an earlier start of the run has left in ``fit.json``; empty: it has left nothing."""
     path = folder / FILE
     if not path.exists():
-        return (), []
+        return {}
     try:
         left = json_of(read_text(path, follow=False))
-        return tuple(map(str, left["flags"])), [dict(each) for each in left["ran_out"]]
+        return left | {
+            "flags": [str(each) for each in left["flags"]],
+            "ran_out": [dict(each) for each in left["ran_out"]],
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("fit", f"{path} cannot be read ({error})", "delete it") from None
 
 
-def _state(flags: Sequence[str], ran_out: Sequence[dict[str, Any]]) -> str:
-    return json.dumps({"flags": list(flags), "ran_out": list(ran_out)}, indent=2)
+def _write(out: str, state: Mapping[str, Any]) -> None:
+    write_inside(out, FILE, json.dumps(state, indent=2))
