@@ -1,5 +1,7 @@
 """`train --fit` plans a run on what is free here: the levers of ``plan --fit``, and what is next if memory runs out."""
 
+from dataclasses import replace
+
 from zeroshard.lab.planner.fit_run import fit_run
 from zeroshard.settings.validate import by_path, validate
 from zeroshard.train.config.config import TrainConfig
@@ -45,6 +47,16 @@ def test_the_levers_that_are_needed_are_pulled_and_the_next_one_is_known():
         flags = again.next_flags
     assert needed == sorted(needed, reverse=True)
     assert len(set(needed)) == len(needed) > 2
+
+
+def test_a_dry_run_has_the_plan_of_its_choice_and_seconds_only_where_rates_are_known():
+    asked = job(dry_run=True)
+    tried, plan = fit_run(asked).table.split("\n\n", 1)
+    assert tried.splitlines()[0].split() == ["with", "memory", "step", "fits"]
+    assert ("1 x this machine" in plan, "headroom" in plan, "tokens/s" in plan) == (True, True, False)
+    _, plan = fit_run(replace(asked, has_rates=True)).table.split("\n\n", 1)
+    assert "Take micro-batch 2" in plan[plan.index("tokens/s") :]
+    assert fit_run(job()).table == ""
 
 
 def test_what_was_given_stays_and_so_does_a_disk_without_room():

@@ -16,10 +16,10 @@ from zeroshard.lab.planner.advice import GIB
 from zeroshard.lab.planner.command import arguments, ways_of
 from zeroshard.lab.planner.config import PlanConfig
 from zeroshard.lab.planner.fit import Tried, chosen, every_lever, fitted, try_levers
-from zeroshard.lab.planner.plan import asked
+from zeroshard.lab.planner.plan import asked, planned
 from zeroshard.lab.planner.plan_rows import Needs
 from zeroshard.lab.planner.planner import Planner
-from zeroshard.lab.planner.show import seconds
+from zeroshard.lab.planner.show import seconds, text, text_without_times
 from zeroshard.lab.planner.ways import Ways
 from zeroshard.lab.predict.hardware import Link, read_calibration
 from zeroshard.lab.predict.process_memory import CONTEXT_BYTES
@@ -199,7 +199,7 @@ def fit_run(job: FitJob) -> Fitted:
         needed_bytes=best.needs.needed_bytes,
         next_flags=None if following is None else run.flags(following),
         said=(_chosen_in_words(job, best, given, flags), _cost_in_words(job, best, given)),
-        table="\n".join(_table(run, job, tried)),
+        table="\n".join([*_table(run, job, tried), "", _plan_in_words(job, best)]) if job.config.dry_run else "",
     )
 
 
@@ -290,6 +290,12 @@ def _cost_in_words(job: FitJob, best: Choice, given: Choice) -> str:
         found.append(f"{_mib(in_file)} of a file read and written in each step")
     what = " and ".join(found) or "no more FLOPs"
     return f"fit: that costs {what}; `zeroshard bench device` measures what it needs to say seconds (--plan.device)"
+
+
+def _plan_in_words(job: FitJob, best: Choice) -> str:
+    """The plan of the choice, as `zeroshard plan` prints it; without seconds if rates are not known."""
+    found = planned(best.tried.planner, replace(best.tried.ways, stages=(best.stage,)))
+    return text(found) if best.fits and _has_rates(job) else text_without_times(found)
 
 
 def _table(run: _Job, job: FitJob, tried: Sequence[Choice]) -> list[str]:

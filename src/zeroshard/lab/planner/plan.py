@@ -49,10 +49,20 @@ def plan(
         UserError: (a ValueError) the job cannot be planned; the message names the argument.
     """
     planner, ways = asked(model, stage, shard_size, micro_batch, local_steps, **given)
+    found = planned(planner, ways)
+    if found.best is None:
+        _require_host_memory(planner, found.rows)
+    return found
+
+
+def planned(planner: Planner, ways: Ways) -> Plan:
+    """The plan of a job in the ways that were asked for.
+
+    Raises:
+        UserError: as `Ways.rows`.
+    """
     rows = list(ways.rows(planner))
     best = recommended(rows)
-    if best is None:
-        _require_host_memory(planner, rows)
     return Plan(
         workload=planner.workload,
         device=planner.device,

@@ -27,12 +27,18 @@ COLUMNS = (
 )
 
 
+TIMES = ("step", "tokens/s", "MFU", "exposed", "bottleneck")
 SPARE = ("headroom", "exposed", "MFU")  # columns that a narrow terminal omits, in this order
 
 
 def text(plan: Plan, width: int = 0) -> str:
     """The complete plan as text; ``width``: the terminal's columns, 0: there is none."""
     return "\n".join([heading(plan), "", table(plan, width), "", plan.advice, *notes(plan)])
+
+
+def text_without_times(plan: Plan) -> str:
+    """The heading and the memory of a plan for a device whose rates nobody knows."""
+    return "\n".join([heading(plan), "", table(plan, without=TIMES)])
 
 
 MOSTLY_PADDING = 2.0
@@ -187,12 +193,14 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def table(plan: Plan, width: int = 0) -> str:
-    """The table of rows, one per line; the recommended one has an arrow."""
+def table(plan: Plan, width: int = 0, without: Sequence[str] = ()) -> str:
+    """The table of rows, one per line; the recommended one has an arrow. ``without``: columns that are left out."""
     shown = lines(plan)
     marks = ["  ", *("> " if is_best else "  " for _, is_best in shown)]
-    rows = fitted([COLUMNS, *(each for each, _ in shown)], max(width - 2, 0), SPARE)
-    return "\n".join(map(add, marks, columns(rows, right=range(len(COLUMNS)))))
+    kept = [place for place, name in enumerate(COLUMNS) if name not in without]
+    picked = [tuple(each[place] for place in kept) for each in (COLUMNS, *(each for each, _ in shown))]
+    rows = fitted(picked, max(width - 2, 0), SPARE)
+    return "\n".join(map(add, marks, columns(rows, right=range(len(kept)))))
 
 
 def lines(plan: Plan) -> list[tuple[tuple[str, ...], bool]]:

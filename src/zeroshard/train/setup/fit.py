@@ -83,7 +83,7 @@ class Fitted:
         needed_bytes: of a rank, by the plan.
         next_flags: those to take if memory runs out all the same; None: nothing is left.
         said: two lines for the user: what was chosen, and what it costs.
-        table: the plan, for ``--dry-run``.
+        table: what was tried, and the plan; for ``--dry-run``, else empty.
     """
 
     flags: Sequence[str]
@@ -238,7 +238,7 @@ def _job(config: TrainConfig, comm: Communicator, device: torch.device) -> FitJo
         known = device_by_driver_name(torch.cuda.get_device_name(device))
     free = -largest(comm, -free)
     host_bytes = -largest(comm, -(host_memory.available_bytes() or 0))
-    unknown = Device("this machine", free, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), 1.0, "")
+    unknown = Device("this machine", free, dict.fromkeys(("float32", "bfloat16", "float16"), 1.0), 1.0, "free now")
     return FitJob(
         config,
         frozenset(by_path(config.model_dump(exclude_unset=True))),
