@@ -329,6 +329,14 @@ def test_patterns_choose_and_what_cannot_be_chosen_is_refused():
         FrozenFormat(only="a")
     with pytest.raises(UserError, match=r"^frozen_format: no frozen parameter matches lm_head; correct"):
         Zero(_model(), 3, comm=comm, frozen_format=FrozenFormat(only=["lm_head"]))
+    tied = _model()
+    for name in ("up", "down"):
+        getattr(tied.blocks[1], name).base.weight = getattr(tied.blocks[0], name).base.weight
+    outside = (
+        r"^frozen_format: blocks.0.up.base.weight is frozen and belongs to no unit; give units= that have it, or name"
+    )
+    with pytest.raises(UserError, match=outside):  # two units share each
+        Zero(tied, 3, comm=comm, frozen_format="nf4")
     with pytest.raises(UserError, match=r"^secondary_shard_size: 2 with frozen_format, whose codes have no second"):
         run_threads(lambda comm: _engine(comm, 3, secondary_shard_size=2), 4)
 

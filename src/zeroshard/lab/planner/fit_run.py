@@ -246,10 +246,10 @@ def _bits(job: FitJob) -> Iterator[tuple[str, ...]]:
     """Yield the flags for fewer bits that are allowed, none first."""
     allowed, base = job.config.fit.split(","), ()
     yield base
-    if "base" in allowed and ("base", "format") not in job.kept and job.config.lora.rank:
+    if "base" in allowed and ("base", "format") not in job.kept:
         yield from ((each,) for each in FEWER_BITS["base"])
         base = FEWER_BITS["base"][-1:]
-    if "states" in allowed and ("state_format",) not in job.kept and job.config.optimizer == "adamw":
+    if "states" in allowed and ("state_format",) not in job.kept:
         yield from ((*base, each) for each in FEWER_BITS["states"])
 
 

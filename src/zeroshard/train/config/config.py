@@ -313,16 +313,25 @@ class TrainConfig(EngineConfig, RunTables):
         if self.min_lr > self.lr:
             raise UserError("min_lr", f"{self.min_lr} is above lr = {self.lr}", "lower it, or raise lr")
         self._link_agrees()
-        if self.fit != "off" and not strategy.planned:
-            stages = ", ".join(strategies_with("planned"))
-            raise UserError("fit", f"no plan knows the memory of {self.strategy}", f"use --strategy {stages}")
-        if self.dry_run and self.fit == "off":
-            raise UserError("dry_run", "it prints what fit chooses, and fit is off", "add --fit, or leave it out")
+        self._fit_agrees()
         if not self.out:
             model = self.model.name.rstrip("/").rpartition("/")[2].removeprefix("hf:") or "model"
             name = f"{model}-{self.data.source}-{self.strategy}".replace("/", "_")
             object.__setattr__(self, "out", f"runs/{name}")
         return self
+
+    def _fit_agrees(self) -> None:
+        if self.dry_run and self.fit == "off":
+            raise UserError("dry_run", "it prints what fit chooses, and fit is off", "add --fit, or leave it out")
+        if self.fit != "off" and not strategy_entry(self.strategy).planned:
+            stages = ", ".join(strategies_with("planned"))
+            raise UserError("fit", f"no plan knows the memory of {self.strategy}", f"use --strategy {stages}")
+        if "base" in self.fit and not self.lora.rank:
+            what = "base may have fewer bits where it is frozen, and without adapters all weights are trained"
+            raise UserError("fit", what, "leave base out, or add --lora 16")
+        if "states" in self.fit and self.optimizer != "adamw":
+            what = f"states may have fewer bits where they are those of adamw, and here they are {self.optimizer}'s"
+            raise UserError("fit", what, "leave states out")
 
     def _multiplies_in_8_bits(self) -> None:
         """Check the settings beside ``matmul`` fp8."""

@@ -185,7 +185,7 @@ class FitRecord(Callback):
         summary["fit"] = self._fitting.as_dict()
 
 
-_TODO = "use a smaller --micro-batch-size or --seq-len, more ranks, or --fit base,states"
+_TODO = "use a smaller --micro-batch-size or --seq-len, more ranks, or --fit states (with adapters base,states)"
 
 
 def made_to_fit(

@@ -378,6 +378,10 @@ def chosen_of(
     else:
         what = "no frozen parameter of two or more dimensions belongs to a unit"
         todo = "freeze the base before Zero(), or leave it out"
+        outside = [name for name, param in specs[0].params if is_chosen(name, param)]
+        if outside:  # as one that two units share does
+            what = f"{outside[0]} is frozen and belongs to no unit"
+            todo = "give units= that have it, or name it in FrozenFormat(only=[...])"
     raise UserError("frozen_format", what, todo)
 
 
