@@ -187,6 +187,10 @@ def test_what_does_not_go_together_is_refused_in_a_line(tiny_config):
             validate(TrainConfig, given)
         assert str(refused.value).startswith(said)
     assert validate(TrainConfig, {"fit": "states,base", "lora": 4}).fit == "base,states"
+    config = tiny_config(fit="on", resume="no-checkpoint")
+    with pytest.raises(UserError, match="resume: "):
+        run_training(config, fit=choosing())
+    assert not Path(config.out).exists()
     config = tiny_config(fit="on", resume="auto")
     Path(config.out).mkdir()
     (Path(config.out) / fit.FILE).write_text("{}")

@@ -23,7 +23,7 @@ def made(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("made"))
     for name in ("stacks", "offload", "wandb"):
         (folder / "run" / name).mkdir(exist_ok=True)
-    for name in ("tracker-id", "auto-stage.json", "stacks/rank-00000.txt"):
+    for name in ("tracker-id", "fit.json", "stacks/rank-00000.txt"):
         (folder / "run" / name).write_text("")
     return folder
 
@@ -56,7 +56,7 @@ def _everything_but_the_run(folder):
 
 
 OPENED = (
-    *("run.lock", "config.toml", "metrics.jsonl", "summary.json", "tracker-id", "auto-stage.json"),
+    *("run.lock", "config.toml", "metrics.jsonl", "summary.json", "tracker-id", "fit.json"),
     *("tokenizer", "tokenizer/meta.json", "checkpoints", "stacks", "stacks/rank-00000.txt", "offload", "wandb"),
 )
 

@@ -106,7 +106,7 @@ class PlanConfig(EngineConfig, ModelTables):
         if self.wire.node_size and self.ask == "fewest-gpus":
             what = "fewest-gpus changes the GPUs that it shares out"
             raise UserError("wire.node_size", what, "leave one of the two out")
-        check_offload(self.offload, "auto", local_steps=self.local_steps.on)
+        check_offload(self.offload, "zero3", local_steps=self.local_steps.on)
         check_base(self)
         self._copies_what_is_sharded()
         if self.reproducible and self.ask == "fewest-gpus":

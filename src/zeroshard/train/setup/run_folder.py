@@ -29,7 +29,7 @@ ANOTHER_FOLDER_HELPS = {
 
 _WRITTEN = ("config.toml", "metrics.jsonl", "summary.json")  # files that a run writes over
 _AGAIN = "copy the folder from where the run came from, or train it on by --resume auto, which writes it again"
-_ALSO_OPENED = ("tracker-id", "auto-stage.json", "fit.json", "stacks", "trace", "tensorboard", "offload")
+_ALSO_OPENED = ("tracker-id", "fit.json", "stacks", "trace", "tensorboard", "offload")
 
 
 def tokenizer_folder(run_folder: Path) -> Path:
@@ -87,7 +87,7 @@ class ClaimedFolder:
     """
 
     def __init__(self, folder: Path, *, resuming: bool) -> None:
-        self._folder, self._there = folder, _written(folder)
+        self._folder, self._there, self._fitted = folder, _written(folder), (folder / "fit.json").exists()
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]  # the innermost first
         is_run = was_locked(folder) or checkpoint.latest(checkpoint_folder(folder)) is not None
         try:
@@ -110,6 +110,8 @@ class ClaimedFolder:
         """Release the folder; if the run never began, remove the lock and the empty folders that were made for it."""
         if _written(self._folder) == self._there:
             self.lock.discard()
+            if not self._fitted:
+                (self._folder / "fit.json").unlink(missing_ok=True)
             self._remove_made()
         else:
             self.lock.close()
