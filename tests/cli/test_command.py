@@ -26,6 +26,7 @@ from zeroshard.cli import VERBS, main
 from zeroshard.cli.flags import flags_of, read_flags
 from zeroshard.cli.verbs.training import written
 from zeroshard.cli.verbs.waiting import waiting
+from zeroshard.host import host_memory
 from zeroshard.host.errors import ExitStatus, UserError
 from zeroshard.settings.base import SHORTHANDS
 from zeroshard.settings.validate import NAMES_OF_OTHERS, fields_by_name, nested, validate
@@ -458,6 +459,20 @@ def test_what_the_machine_refuses_is_one_line(error, status, line, monkeypatch, 
     monkeypatch.setattr(start, "run_training", fails)
     assert main(["train"]) == status
     assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_python_that_fails_at_a_limit_of_its_memory_is_one_line(monkeypatch, capsys):
+    def fails(*args: object) -> int:
+        raise SystemError("error return without exception set")
+
+    monkeypatch.setattr(start, "run_training", fails)
+    left = [2**20]
+    monkeypatch.setattr(host_memory, "bytes_within_limits", lambda: left[0])
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err.startswith("error: memory: ran out at a limit of this process; raise the limits on")
+    for left[0] in (2**30, None):
+        with pytest.raises(SystemError):
+            main(["train"])
 
 
 def test_an_error_is_told_even_where_its_clean_up_is_cut_short(monkeypatch, capsys):

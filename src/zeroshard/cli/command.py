@@ -31,7 +31,10 @@ _NEEDS_LESS = (
 )
 _NAME_WIDTH = 15  # columns for a verb's name in the overview
 _NEEDS_OTHERS_LESS = "end other programs, or use a machine with more"
-_NEEDS_HIGHER_LIMITS = "raise the limits on memory and processes (`ulimit -v`, `ulimit -u`), or start fewer ranks"
+_NONE_LEFT_BYTES = 16 * 2**20  # below what one allocation may ask for
+_NEEDS_HIGHER_LIMITS = (
+    "raise the limits on memory and processes (`ulimit -d`, `ulimit -v`, `ulimit -u`), or start fewer ranks"
+)
 
 
 class _TerminatedError(BaseException):
@@ -94,7 +97,20 @@ def _reported(error: Exception, argv: Sequence[str]) -> int | None:
         less = argv[:1] == ["train"] and not isinstance(error, OSError)
         say(memory_line(error, _NEEDS_LESS if less else _NEEDS_OTHERS_LESS))
         return ExitStatus.FAILED
+    if isinstance(error, SystemError) and _is_at_a_limit():
+        say(f"memory: ran out at a limit of this process; {_NEEDS_HIGHER_LIMITS}")
+        return ExitStatus.FAILED
     return None
+
+
+def _is_at_a_limit() -> bool:
+    """Whether a limit of this process leaves it no memory: Python's own C code may then fail without saying why."""
+    if "torch" not in sys.modules:
+        return False
+    from zeroshard.host import host_memory
+
+    left_bytes = host_memory.bytes_within_limits()
+    return left_bytes is not None and left_bytes < _NONE_LEFT_BYTES
 
 
 def _stdout_is_gone() -> bool:
