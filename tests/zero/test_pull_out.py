@@ -42,7 +42,7 @@ ATTACHED = {
             "",
         ),
         (
-            "zero/construction.py",
+            "zero/arguments.py",
             "from zeroshard.zero.compat.module_methods import has_engine\n",
             "from zeroshard.zero.optimizers.adoption import has_owner as has_engine\n",
         ),
@@ -81,8 +81,8 @@ ATTACHED = {
     "zero/guards": [
         (
             "zero/engine.py",
-            "from zeroshard.zero import construction, guards\n",
-            "from zeroshard.zero import construction\n",
+            "from zeroshard.zero import arguments, construction, guards\n",
+            "from zeroshard.zero import arguments, construction\n",
         ),
         ("zero/engine.py", "        self._handles.append(guards.install(self))\n", ""),
     ],

@@ -23,7 +23,7 @@ from zeroshard.comm.every_rank import by_every_rank
 from zeroshard.comm.module_buffers import BufferSync, ModuleBuffers
 from zeroshard.optim import named_shards
 from zeroshard.optim.named_shards import NamedShard, ShardReader, named_group
-from zeroshard.zero import construction, guards
+from zeroshard.zero import arguments, construction, guards
 from zeroshard.zero.buffers.holdings import Holding, holdings, resident_bytes
 from zeroshard.zero.buffers.unit import FlatUnit
 from zeroshard.zero.compat.module_methods import ModulePatches
@@ -37,7 +37,6 @@ from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
-from zeroshard.zero.rank_groups import check_change, ranks_of
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
 from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
@@ -78,7 +77,7 @@ class Zero:
             the last; or ``"sharded"``, reduced after each. See `micro_batch`. None: as the `grads` column says.
         device: where meta parameters are allocated; None: the current CUDA device if there is one, else the CPU.
         shard_size: number of neighbouring ranks (a node's, say) over which training state is sharded; the world then
-            has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.rank_groups`.
+            has ``world_size / shard_size`` replicas. None: all ranks. See `zeroshard.zero.core.ranks`.
         buffers: how ranks synchronise buffers that a forward changes, such as running statistics, after each backward
             that reduces. ``"broadcast"``: every rank takes rank 0's, as DDP does. ``"keep"``: each rank keeps its own,
             and rank 0's are saved.
@@ -133,20 +132,20 @@ class Zero:
         offload: Offload | None = None,
         frozen_format: str | FrozenFormat | None = None,
     ) -> None:
-        comm = communicator(comm, device=construction.device_of(model, device))
+        comm = communicator(comm, device=arguments.device_of(model, device))
         checked: dict[str, Any] = {"reproducible": reproducible, "accumulate": accumulate}
         checked["local_steps"] = local_steps is not None
-        with construction.same_on_every_rank(comm) as compared:
+        with arguments.same_on_every_rank(comm) as compared:
             self.strategy = resolve_strategy(stage, secondary_shard_size)
             self.precision = precision or MixedPrecision()
-            construction.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
+            arguments.check_arguments(model, prefetch, accumulate, self.precision, buffers, local_steps)
             coded = frozen_format_of(frozen_format)
             others = {**checked, "offload": offload, "frozen_format": coded}
             how = prefetch, shard_size, buffers, others
-            compared += construction.described(model, self.strategy, self.precision, *how)
-            away = construction.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
+            compared += arguments.described(model, self.strategy, self.precision, *how)
+            away = arguments.placed(offload, self.strategy, comm, shard_size, local_steps, reproducible)
         self._accumulate = accumulate if reproducible is None else "sharded"
-        self.rank_groups, rank_groups = ranks_of(comm, self.strategy, shard_size, self.precision, **checked)
+        self.rank_groups, rank_groups = arguments.ranks_of(comm, self.strategy, shard_size, self.precision, **checked)
         on_meta = [param for param in model.parameters() if param.is_meta]
         specs, make = construction.parts_of(
             model, units, self.strategy, rank_groups, self.precision, init, device, away, coded
@@ -175,7 +174,7 @@ class Zero:
         self._handles.append(ModulePatches(model, self._runtime, self._optimizers))
         adoption.replaced(on_meta)
         adoption.register_params(model.parameters(), self._optimizers)
-        self._optimizers.refresh_in_wire_format()
+        self._runtime.weights.refresh_in_wire_format()
         if self.local_steps is not None and init is not loaded_later:
             self.local_steps.begin_alike()
         self._handles.append(guards.install(self))
@@ -311,13 +310,13 @@ class Zero:
             RuntimeError: inside `full_params` or `Ema.weights`, or while gradients wait for a step.
         """
         strategy = resolve_strategy(stage)
-        check_change(strategy, self.precision, self.rank_groups, local_steps=self.local_steps is not None)
+        arguments.check_change(strategy, self.precision, self.rank_groups, local_steps=self.local_steps is not None)
         if strategy.optim is not REPLICATE and self.rank_groups.shard_group.world_size > 1:
             self._optimizers.require_shardable()
         relayout.restage(self._runtime, strategy, self._optimizers.state_holders("restage"))
         self.strategy = strategy
         self._optimizers.hold_pieces()
-        self._optimizers.refresh_in_wire_format()
+        self._runtime.weights.refresh_in_wire_format()
 
     def resume_at(self, step: int) -> None:
         """Continue stochastic rounding, and new replicas, as after ``step`` steps; `checkpoint.load` calls it."""

@@ -14,14 +14,13 @@ from torch import nn
 
 from zeroshard.settings.wire_formats import BlockFormat
 from zeroshard.zero import FrozenFormat, ShardingStrategy
-from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.core.layout import ALIGNMENT, FlatLayout
 from zeroshard.zero.core.strategy import SHARD
 from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.frozen_formats.coded import Codes, chosen_of
 from zeroshard.zero.kept_modules import kept_params
 from zeroshard.zero.precision import Exemption, MixedPrecision
-from zeroshard.zero.unit_choice import UnitChoice
+from zeroshard.zero.unit_choice import UnitChoice, partition_of
 from zeroshard.zero.whole_tensors.layout import add_loads, whole_layout
 
 

@@ -56,12 +56,11 @@ from zeroshard.models.plain_module import described
 from zeroshard.models.presets import nearest_preset
 from zeroshard.models.tiles import alike_tiles
 from zeroshard.zero import MixedPrecision
-from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.core.forward import Forward
 from zeroshard.zero.core.hooks import UnitHooks
 from zeroshard.zero.core.units import UnitSpec
 from zeroshard.zero.kept_modules import cast_around, kept_params
-from zeroshard.zero.unit_choice import UnitChoice, choose_units
+from zeroshard.zero.unit_choice import UnitChoice, choose_units, partition_of
 
 COMPILED = "compiled", "in pieces"  # kinds of ``device_type``
 SCRATCH = -1  # stands for a storage that an operation allocates and frees

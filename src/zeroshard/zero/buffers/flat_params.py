@@ -30,7 +30,6 @@ from zeroshard.host.torch_internals import storage_id
 from zeroshard.optim.named_shards import NamedShard, ShardReader, require_shape
 from zeroshard.settings.wire_formats import DtypeFormat
 from zeroshard.zero.buffers.changed_values import bit_sums, take_where_it_differs
-from zeroshard.zero.buffers.initial import initial_values
 from zeroshard.zero.buffers.param_changes import ParamChanges
 from zeroshard.zero.core.layout import FlatLayout
 from zeroshard.zero.core.ranks import RankGroups
@@ -42,7 +41,7 @@ from zeroshard.zero.core.weights import (
     Weights,
     WeightTransport,
 )
-from zeroshard.zero.meta_models import Init
+from zeroshard.zero.meta_models import Init, initial_values
 from zeroshard.zero.precision import MixedPrecision
 
 

@@ -122,6 +122,11 @@ class UnshardedWeights:
         if self.pinned:
             self._expose()
 
+    def refresh_in_wire_format(self) -> None:
+        """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
+        if any(group.params.transport.form is not None for group in self._passes.groups()):
+            self.refresh_after_replacement()
+
     def _expose(self) -> None:
         for unit in self._units:
             for group in unit.groups:

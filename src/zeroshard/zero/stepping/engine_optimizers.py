@@ -147,11 +147,6 @@ class EngineOptimizers:
         for observer in self.observers:
             observer.require_common(what)
 
-    def refresh_in_wire_format(self) -> None:
-        """If weights travel in a wire format, refresh unsharded weights with what that format delivers. Collective."""
-        if any(group.params.transport.form is not None for group in self._runtime.groups()):
-            self._runtime.weights.refresh_after_replacement()
-
     def resume_at(self, step: int) -> None:
         """See `Zero.resume_at`."""
         for group in self._runtime.groups():
@@ -162,7 +157,7 @@ class EngineOptimizers:
 
     def weights_replaced(self) -> None:
         """Refresh weights after all of them were replaced, by the same values on every rank, and tell the observers."""
-        self.refresh_in_wire_format()
+        self._runtime.weights.refresh_in_wire_format()
         for known in self.piecewise:
             # Of the class itself: the instance's is replaced by one that changes weights.
             hook = getattr(type(known.optimizer), "weights_replaced", None)
@@ -238,7 +233,7 @@ class EngineOptimizers:
             for observer in self.observers:
                 observer.layout_changes()
             relayout.keep_blocks(self._runtime, blocks)
-            self.refresh_in_wire_format()
+            self._runtime.weights.refresh_in_wire_format()
             self._warn_of_padding()
             self._params.locate(self._runtime.groups())
         for known in affected:

@@ -4,9 +4,8 @@ from torch import nn
 
 from nets import TiedHead
 from zeroshard.zero import loaded_later
-from zeroshard.zero.buffers.partition import partition_of
 from zeroshard.zero.meta_models import materialise
-from zeroshard.zero.unit_choice import describe_units
+from zeroshard.zero.unit_choice import describe_units, partition_of
 
 TIED = TiedHead()
 
