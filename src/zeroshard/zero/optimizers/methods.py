@@ -20,7 +20,7 @@ from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.optimizer import State
 from zeroshard.zero.optimizers.adoption import KNOWN
-from zeroshard.zero.optimizers.operands import Lists, is_called_by_unit
+from zeroshard.zero.optimizers.operands import Lists
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import cut_into_pieces, unsharded_state
 from zeroshard.zero.optimizers.step_hooks import surrounding_ids
@@ -155,7 +155,7 @@ class StateLoad:
     ) -> None:
         self._of, self._others, self._added = piecewise, others, added
         self._settings = settings or [dict(group) for group in piecewise.optimizer.param_groups]
-        self._by_unit = is_called_by_unit(piecewise)
+        self._by_unit = piecewise.is_called_by_unit
         self._waiting: dict[nn.Parameter, State] = {}
         self._loaded: dict[Any, Any] = {}
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.optim.classes.kept_states import ParamFacts
-from zeroshard.optim.classes.reach import OptimizerKind, no_class
+from zeroshard.optim.classes.reach import OptimizerKind, declared, no_class
 from zeroshard.zero.buffers.unit import FlatGroup
 from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.core.optimizer import PieceOptimizer, StepListener, pieces_in
@@ -168,6 +168,12 @@ class PiecewiseOptimizer(PieceOptimizer[FlatGroup]):
             any(piece.slot in slots[home] for home in homes for piece in home.params.layout.owned(rank))
             for rank in range(homes[0].params.comm.world_size)
         )
+
+    @property
+    def is_called_by_unit(self) -> bool:
+        """Whether the class's own methods may be called for a unit at a time."""
+        kind = declared(type(self.optimizer), self.make.keywords)
+        return kind.by_unit if kind else type(self.optimizer).__module__.startswith("torch.optim.")
 
     def require_shardable(self) -> None:
         """Raise ValueError if the class may update nothing less than all tensors."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch.optim import Optimizer
 
 from zeroshard.host.torch_internals import hooks_of
 from zeroshard.host.uncompiled import uncompiled
-from zeroshard.zero.optimizers.operands import OperandsOfSteps
+from zeroshard.zero.buffers.unit import FlatGroup
+from zeroshard.zero.core.optimizer import pieces_in
+from zeroshard.zero.optimizers.operands import LaterUpdates, Lists
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 
 
@@ -56,12 +59,89 @@ def _first(hooks: Any, handle: Any) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
+class _Operands:
+    """Brings the operands of one optimizer: `begin` before its class's own code, and `end` after it.
+
+    A class of `torch.optim` steps unit by unit, so that only one unit's operands are brought at a time; so does one
+    that declares that it may (`OptimizerKind.by_unit`). Another may count its steps, so it steps once, on all of them.
+    """
+
+    def __init__(self, piecewise: PiecewiseOptimizer) -> None:
+        self._of = piecewise
+        self._may_repeat = piecewise.is_called_by_unit
+        self._later: dict[FlatGroup, Lists] = {}
+
+    def begin(self, *, by_unit: bool) -> None:
+        """Bring the operands; the param groups must hold pieces.
+
+        ``by_unit``: run the class's step here for all units but the last; the groups then hold only that one's pieces.
+        """
+        operands, here, self._later = self._of.operands, self._of.pieces, {}
+        if operands.later is not None:
+            here = self._set_aside(operands.later, by_unit=by_unit)
+        if not operands.to_bring(chain.from_iterable(here)):
+            return
+        step = self._own_step() if by_unit else None
+        if step is None:
+            self._bring(here)
+            return
+        units = [lists for group, lists in self._by_unit().items() if group not in self._later]
+        for number, unit in enumerate(units):
+            if number:
+                step(self._of.optimizer)
+                self.end()
+            operands.bring_unit(self._of.optimizer, step, unit)
+
+    def end(self) -> None:
+        """Take back what was brought, also after a step that has raised."""
+        self._of.operands.take_back()
+
+    def arm(self) -> None:
+        """Have the pieces that were set aside updated, after the class's own code has run for the others."""
+        units, self._later = self._later, {}
+        step, later = self._own_step(), self._of.operands.later
+        if step is not None and later is not None:  # also of no units, as it ends what a step has begun
+            later.arm(self._of, step, units)
+
+    def _set_aside(self, later: LaterUpdates, *, by_unit: bool) -> Lists:
+        """Take the pieces out of the groups that are updated later; return those that stay."""
+        if not by_unit or self._own_step() is None:
+            later.complete_grads()
+            return self._of.pieces
+        self._later = {group: lists for group, lists in self._by_unit().items() if later.takes(group)}
+        aside = {piece for lists in self._later.values() for piece in chain.from_iterable(lists)}
+        here = [[piece for piece in pieces if piece not in aside] for pieces in self._of.pieces]
+        for group, pieces in zip(self._of.optimizer.param_groups, here, strict=True):
+            group["params"] = pieces
+        return here
+
+    def _bring(self, by_group: Lists) -> None:
+        for group, pieces in zip(self._of.optimizer.param_groups, by_group, strict=True):
+            group["params"] = pieces
+            self._of.operands.bring(self._of.operands.to_bring(pieces))
+
+    def _by_unit(self) -> dict[FlatGroup, Lists]:
+        """The pieces that have gradients, flat group by flat group."""
+        found: dict[FlatGroup, Lists] = {}
+        for place, chosen in enumerate(self._of.by_group):
+            for group, slot in (self._of.homes[param] for param in chosen):
+                own = [piece for _, piece in pieces_in(group, slot) if piece.grad is not None]
+                if own:
+                    found.setdefault(group, [[] for _ in self._of.by_group])[place] += own
+        return found
+
+    def _own_step(self) -> Callable[[Any], Any] | None:
+        """The class's ``step`` without hooks; None if it may not be called unit by unit, or if torch hides it."""
+        step = type(self._of.optimizer).step
+        return step.__wrapped__ if self._may_repeat and getattr(step, "hooked", False) else None
+
+
 class _Steps:
     """The engine's hooks around the steps of one optimizer, and how deeply the running step is nested."""
 
     def __init__(self, piecewise: PiecewiseOptimizer) -> None:
         self._piecewise = piecewise
-        self._operands = OperandsOfSteps(piecewise)
+        self._operands = _Operands(piecewise)
         self._brings = False  # whether the running step has operands that are elsewhere between steps
         self._depth = 0
         self._leaving: Any = None  # the handle of `leaves`
