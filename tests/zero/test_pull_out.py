@@ -21,14 +21,9 @@ PACKAGE = Path(zeroshard.__file__).parent
 # what the core imports outside of zero/; then what conftest.py does
 BELOW_THE_CORE = ["comm", "host", "settings", "__init__.py"]
 BELOW_ZERO = [*BELOW_THE_CORE, "optim/__init__.py", "optim/named_shards.py", "optim/classes"]
-# What no line can pull out of `Zero`, and why. The core passes its tests without any of the others.
-IS_ZERO = {
-    "zero/core": "all else is attached to it",
-    "zero/buffers": "weights that users may read and write at any time are of its classes, and so are groups and units",
-    "zero/runtime": "the passes are of its class, and what `param.grad` shows",
-    "zero/optimizers": "the user's own optimizer steps, which is how a `Zero` is used",
-    "zero/stepping": "it hears of each of these steps, and has the masters gathered after it",
-}
+# Without one of these there is no `Zero`: weights that users read and write at any time, `param.grad`, and the users'
+# own optimizers are what it makes of the core. The core passes its tests without them and all others.
+IS_ZERO = {"zero/core", "zero/buffers", "zero/runtime", "zero/optimizers"}
 
 # folder -> (file, line that attaches it, what stands there without it)
 ATTACHED = {
@@ -65,12 +60,12 @@ ATTACHED = {
     ],
     "zero/state": [  # saves, loads and changes of the stage
         ("zero/engine.py", "from zeroshard.zero.state import full_state, relayout\n", ""),
-        ("zero/stepping/engine_optimizers.py", "from zeroshard.zero.state import relayout, training_state\n", ""),
-        ("zero/stepping/engine_optimizers.py", "from zeroshard.zero.state.full_state import take_names\n", ""),
+        ("zero/engine_optimizers.py", "from zeroshard.zero.state import relayout, training_state\n", ""),
+        ("zero/engine_optimizers.py", "from zeroshard.zero.state.full_state import take_names\n", ""),
     ],
     "zero/state_formats": [
         (
-            "zero/stepping/engine_optimizers.py",
+            "zero/engine_optimizers.py",
             "            from zeroshard.zero.state_formats.operands import attach, format_of  # late: for kernels\n",
             "",
         )
@@ -160,4 +155,4 @@ def test_without_what_is_attached_to_it_the_engine_passes_its_tests(tmp_path):
 
 def test_each_folder_is_part_of_the_engine_or_attached_to_it():
     folders = {path.parent.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "zero").glob("*/__init__.py")}
-    assert folders == IS_ZERO.keys() | ATTACHED.keys()
+    assert folders == IS_ZERO | ATTACHED.keys()

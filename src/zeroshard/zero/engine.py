@@ -31,16 +31,16 @@ from zeroshard.zero.core.engine import Engine, Parts
 from zeroshard.zero.core.strategy import REPLICATE, ShardingStrategy, resolve_strategy
 from zeroshard.zero.ema.average import Ema
 from zeroshard.zero.ema.observer import attached
+from zeroshard.zero.engine_optimizers import EngineOptimizers
 from zeroshard.zero.frozen_formats.settings import frozen_format_of
 from zeroshard.zero.kept_modules import cast_around
 from zeroshard.zero.meta_models import Init, loaded_later
 from zeroshard.zero.optimizers import adoption
+from zeroshard.zero.optimizers.observer import ReproducibleSteps
 from zeroshard.zero.optimizers.state_dict import unsharded_state
 from zeroshard.zero.precision import MixedPrecision
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import full_state, relayout
-from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
-from zeroshard.zero.stepping.reproducible import ReproducibleSteps
 from zeroshard.zero.unit_choice import UnitChoice
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from zeroshard.host.torch_internals import own_buffers, own_parameters
 from zeroshard.host.uncompiled import uncompiled
+from zeroshard.zero.engine_optimizers import EngineOptimizers
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -30,7 +30,7 @@ State = dict[str, Any]  # the states of a parameter, or of a piece, by kind
 
 
 class StepListener(Protocol):
-    """What is asked before a step, and told after it: `zeroshard.zero.stepping.engine_optimizers`."""
+    """What is asked before a step, and told after it: `zeroshard.zero.engine_optimizers`."""
 
     def before_update(self, members: set[nn.Parameter]) -> None:
         """Refuse a step of the optimizer of these parameters (empty: one with a closure) that would be wrong."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from zeroshard.comm.every_rank import call_of_every_rank
 from zeroshard.optim.named_shards import ShardReader
 from zeroshard.zero.ema.average import EMA, Ema
+from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.state_dict import Stateful
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.runtime.unsharded_weights import mark_unusable
-from zeroshard.zero.stepping.observer import Observer
 
 
 def attached(runtime: Runtime, observers: list[Observer], decay: float) -> Ema:

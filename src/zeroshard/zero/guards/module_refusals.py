@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.host.torch_internals import contents_of, own_parameters
 from zeroshard.zero.buffers.unit import FlatUnit
+from zeroshard.zero.engine_optimizers import EngineOptimizers
 from zeroshard.zero.optimizers.adoption import has_owner
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.stepping.engine_optimizers import EngineOptimizers
 
 _NO_DDP = (
     "DistributedDataParallel: the model is under Zero(), which averages gradients itself; use the model without it "

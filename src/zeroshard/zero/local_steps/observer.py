@@ -14,9 +14,9 @@ from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.local_steps import checkpoints
 from zeroshard.zero.local_steps.outer_steps import OuterSteps
 from zeroshard.zero.local_steps.settings import LocalSteps
+from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.stepping.observer import Observer
 
 
 def attached(

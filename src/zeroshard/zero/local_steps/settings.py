@@ -43,8 +43,8 @@ from zeroshard.settings.wire_formats import (
 if TYPE_CHECKING:
     from zeroshard.comm.module_buffers import BufferSync
     from zeroshard.zero.core.ranks import RankGroups
+    from zeroshard.zero.optimizers.observer import Observer
     from zeroshard.zero.runtime.runtime import Runtime
-    from zeroshard.zero.stepping.observer import Observer
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from zeroshard.zero.offload.host_params import FrozenOnHost, HostParams, HostTra
 from zeroshard.zero.offload.on_disk import DiskOperands, GatherOrder, UnitOnDisk
 from zeroshard.zero.offload.settings import Offload
 from zeroshard.zero.offload.staging import Staging
+from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.operands import Lists
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.runtime.runtime import Runtime
-from zeroshard.zero.stepping.observer import Observer
 
 
 class HostGroup(FlatGroup):

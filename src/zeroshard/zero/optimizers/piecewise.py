@@ -33,7 +33,7 @@ from zeroshard.zero.whole_tensors.layout import kind_of_group, needed_block
 
 
 class Listener(StepListener, Protocol):
-    """What the engine does around an optimizer's step: `zeroshard.zero.stepping.engine_optimizers` does it."""
+    """What the engine does around an optimizer's step: `zeroshard.zero.engine_optimizers` does it."""
 
     def keep_blocks(self, blocks: Mapping[nn.Parameter, int]) -> None:
         """Lay these parameters out so that none is cut inside a block of so many elements."""

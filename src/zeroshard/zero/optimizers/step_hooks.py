@@ -132,7 +132,7 @@ class _Operands:
 
     def _own_step(self) -> Callable[[Any], Any] | None:
         """The class's ``step`` without hooks; None if it may not be called unit by unit, or if torch hides it."""
-        step = type(self._of.optimizer).step
+        step: Any = type(self._of.optimizer).step
         return step.__wrapped__ if self._may_repeat and getattr(step, "hooked", False) else None
 
 

@@ -3,7 +3,7 @@
 The engine has one list of observers. It tells each of them of the events below, in the order in which they were
 attached, and asks them for what they keep. These are the members: averages of weights
 (`zeroshard.zero.ema.observer`), replicas that take local steps (`zeroshard.zero.local_steps.observer`), and
-the rule of steps that have the same bits on any number of ranks, a file beside this one.
+the rule of steps that have the same bits on any number of ranks, below.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.optim.named_shards import NamedShard, ShardReader
+from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.state_dict import Stateful
+from zeroshard.zero.runtime.runtime import Runtime
 
 
 class Observer:
@@ -71,3 +73,21 @@ class Observer:
     def tensors(self) -> Sequence[tuple[str, Tensor]]:
         """``(unit's name, tensor)`` of all resident tensors."""
         return ()
+
+
+class ReproducibleSteps(Observer):
+    """Refuses steps with gradients of a number of micro-batches that is no multiple of ``Zero(reproducible=)``."""
+
+    def __init__(self, runtime: Runtime, rank_groups: RankGroups) -> None:
+        self._runtime, self._rank_groups = runtime, rank_groups
+
+    def before_step(self, members: set[nn.Parameter]) -> None:
+        """Raise RuntimeError if micro-batches are missing; with a closure all parameters are checked."""
+        world_size, parts = self._rank_groups.world.world_size, self._rank_groups.parts
+        for group in self._runtime.groups():
+            found, theirs = group.grads.num_backwards, not members or not members.isdisjoint(group.params.params)
+            if theirs and any(group.grads.used) and found % parts:
+                what = f"{found} backwards on each of {world_size} ranks since gradients were cleared"
+                todo = f"have {parts}, or a multiple of it, of one micro-batch each"
+                number = self._rank_groups.reproducible
+                raise RuntimeError(f"step: {what} are no multiple of reproducible={number}; {todo}")

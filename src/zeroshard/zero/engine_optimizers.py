@@ -20,13 +20,13 @@ from zeroshard.optim.named_shards import NamedShard, ShardReader, restore_settin
 from zeroshard.zero.core.layout import WHOLE
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.optimizers.methods import install_methods
+from zeroshard.zero.optimizers.observer import Observer
 from zeroshard.zero.optimizers.piecewise import PiecewiseOptimizer
 from zeroshard.zero.optimizers.sharded_params import ShardedParams
 from zeroshard.zero.optimizers.state_dict import Stateful, cut_states
 from zeroshard.zero.runtime.runtime import Runtime
 from zeroshard.zero.state import relayout, training_state
 from zeroshard.zero.state.full_state import take_names
-from zeroshard.zero.stepping.observer import Observer
 
 MOSTLY_PADDING = 8  # a buffer this many times as large as its parameters costs more than a node's ranks save
 

@@ -1,1 +1,0 @@
-"""The optimizers of an engine, and what is attached to its steps."""
