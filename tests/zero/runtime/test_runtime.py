@@ -160,6 +160,35 @@ def test_stage_three_holds_the_root_and_as_many_units_as_it_looks_ahead(path, pr
     assert all(group.params.full_bytes == 0 for unit in zero.units for group in unit.groups)
 
 
+@pytest.mark.parametrize("returned", ["its input", "its input, changed in place", "its input and more"])
+def test_weights_of_layers_that_are_dropped_are_freed_as_others_are(returned):
+    class Dropped(LiveWeights):
+        def forward(self, x):
+            if returned == "its input and more":
+                return x, super().forward(x)
+            return x if returned == "its input" else x.mul_(2)
+
+    def path(net, x):
+        for number, block in enumerate(net.blocks):
+            out = block(x)
+            x = out[0] + out[1] if isinstance(out, tuple) else out
+            x = x if number % 4 else torch.tanh(x) + 0  # whose values no backward reads
+        return x
+
+    def make():
+        net = Net(8, block=LiveWeights, path=path)
+        for number in (1, 2, 3, 5, 6):
+            net.blocks[number].__class__ = Dropped
+        return net
+
+    assert_every_stage_equals_one_process(make, world_size=2)
+    zero = Zero(net := make(), stage=3, comm=NullCommunicator(2))
+    seen = units_with_weights(net, zero)
+    for _ in range(2):
+        net(rows(0)).sum().backward()
+    assert max(seen) == 2
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_gradients_are_unsharded_for_a_few_units_at_a_time(stage):
     net = Net(8)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zeroshard.comm import Communicator
 from zeroshard.host.torch_internals import version_of
 from zeroshard.host.uncompiled import made_once, uncompiled
+
+
+class _Hooked(NamedTuple):
+    tensor: weakref.ref[Tensor]
+    version: int
+    events: list[Callable[[Tensor], None]]
+    ends: set[Any]  # units of which it is an input
 
 
 class Forward:
@@ -25,22 +32,29 @@ class Forward:
     def __init__(self, index: int = 0) -> None:
         self.index = index
         self.calls: dict[Any, int] = {}
-        self._hooked: dict[int, tuple[weakref.ref[Tensor], int, list[Callable[[Tensor], None]]]] = {}
+        self._hooked: dict[int, _Hooked] = {}
 
-    def hook(self, tensors: Iterable[Tensor], event: Callable[[Tensor], None]) -> None:
-        """Call ``event`` when a gradient reaches one of the tensors. A tensor gets one hook for all of its events.
+    def hook(self, tensors: Iterable[Tensor], event: Callable[[Tensor], None], unit: Any, *, ends: bool) -> bool:
+        """Call ``event`` when a gradient reaches one of the tensors; return whether any will tell.
 
-        A key-value cache goes through every block, and would otherwise get one hook from each of them.
+        ``ends``: they are inputs of the unit, and end its backward; else outputs, which begin it. An output that is an
+        input, unchanged, as of a layer that is dropped, begins nothing. A tensor gets one hook for all of its events: a
+        key-value cache goes through every block, and would otherwise get one from each of them.
         """
+        will_tell = False
         for tensor in tensors:
             known = self._hooked.get(id(tensor))
             # after an in-place change an earlier hook sees the gradient of the old value only
-            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
-                known[2].append(event)
+            if known is None or known.tensor() is not tensor or known.version != version_of(tensor):
+                self._hooked[id(tensor)] = known = _Hooked(weakref.ref(tensor), version_of(tensor), [], set())
+                tensor.register_hook(partial(_teller(), known.events))
+            if ends:
+                known.ends.add(unit)
+            elif unit in known.ends:
                 continue
-            events = [event]
-            self._hooked[id(tensor)] = (weakref.ref(tensor), version_of(tensor), events)
-            tensor.register_hook(partial(_teller(), events))
+            known.events.append(event)
+            will_tell = True
+        return will_tell
 
     def ends(self) -> None:
         """The model has returned: drop the list of hooked tensors, whose events refer back to this object."""

@@ -110,7 +110,8 @@ class UnitHooks:
                 forward = passes.forward
                 inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.grad_fn is not None]
                 if inputs:
-                    forward.hook(inputs, once_per_pass(passes, lambda: passes.post_backward(unit, forward)))
+                    end = once_per_pass(passes, lambda: passes.post_backward(unit, forward))
+                    forward.hook(inputs, end, unit, ends=True)
         if self.cast is None:
             return None
         return tuple(cast(arg, self.cast) for arg in args), {k: cast(arg, self.cast) for k, arg in kwargs.items()}
@@ -132,10 +133,11 @@ class UnitHooks:
             inputs = [t for t in inputs if t.requires_grad]
             outputs = _with_bases(tensors_in(output), inputs)
             # The hooks refer to ``forward``, so it lives as long as a graph of this forward does.
-            forward.hook(outputs, once_per_pass(passes, lambda: passes.pre_backward(unit, forward)))
+            begin = once_per_pass(passes, lambda: passes.pre_backward(unit, forward))
+            grads_flow = forward.hook(outputs, begin, unit, ends=False)
             # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
             keep_unsharded = not outputs and bool(inputs or unit.trained_groups())
-            passes.post_forward(unit, grads_flow=bool(outputs), keep_unsharded=keep_unsharded)
+            passes.post_forward(unit, grads_flow=grads_flow, keep_unsharded=keep_unsharded)
         return None if output is returned else output
 
     def _begins_nested(self) -> None:
