@@ -35,16 +35,6 @@ class NestedUnits(Protocol):
         ...
 
 
-class PassObserver(Protocol):
-    """Is notified of forwards and gradients: `zeroshard.zero.guards.pass_refusals`."""
-
-    def forward_ends(self) -> None:
-        """The model returns, before weights that no call has waited for are shown and freed."""
-
-    def require_shown(self, what: str) -> None:
-        """``what`` needs gradients that are complete, and reduced over ranks."""
-
-
 class LocalGrads(Protocol):
     """Looks at this rank's own gradients before they are reduced: `zeroshard.zero.guards.non_finite`."""
 

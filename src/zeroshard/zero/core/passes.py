@@ -56,7 +56,7 @@ from zeroshard.host.torch_internals import (
 )
 from zeroshard.host.uncompiled import uncompiled
 from zeroshard.zero.core.forward import Forward, Forwards
-from zeroshard.zero.core.parts import GradSink, LocalGrads, NestedUnits, PassObserver, Voter
+from zeroshard.zero.core.parts import GradSink, LocalGrads, NestedUnits, Voter
 from zeroshard.zero.core.ranks import RankGroups
 from zeroshard.zero.core.schedule import ROOT, BackwardPass, Op, agreed_order, backward_ops
 from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
@@ -91,7 +91,7 @@ class Passes(Generic[AnyGroup]):
         nested: units inside of other units.
         buffers: the model's buffers that forwards change.
         before_forward: raises if this forward of the model would be wrong.
-        observer: is notified of forwards and gradients, and may refuse them.
+        after_forward: is told that the model returns, before weights that no call has waited for are shown and freed.
         local_grads: looks at this rank's own gradients before they are reduced.
         voters: what else ranks agree on at the end of a backward.
     """
@@ -112,13 +112,14 @@ class Passes(Generic[AnyGroup]):
         self.sync, self.unreduced = True, False
         self.pinned = self.keep_unsharded_for_graph = False
         self.forwards = Forwards()
-        self.forward, self.backward = self.forwards.current, self._no_pass()
+        self.forward = self.forwards.current
+        self.backward: BackwardPass | None = None
         self.note_gather: Callable[[Unit[AnyGroup]], object] | None = None
         self.shown: GradSink | None = None
         self.nested: NestedUnits | None = None
         self.buffers, self._buffers_changed = buffers, list[bool]()
         self.before_forward: Callable[[], None] | None = None
-        self.observer: PassObserver | None = None
+        self.after_forward: Callable[[], None] | None = None
         self.local_grads: LocalGrads | None = None
         self.voters: list[Voter] = []
         self.called_by_parts: dict[Unit[AnyGroup], None] = {}
@@ -133,10 +134,6 @@ class Passes(Generic[AnyGroup]):
         self._streams = ByDevice()
         self.use_streams()
         self.apply_strategy(strategy)
-
-    @staticmethod
-    def _no_pass() -> BackwardPass | None:
-        return None
 
     def use_streams(self) -> None:
         """Have groups issue their collectives on the engine's streams."""
@@ -294,8 +291,8 @@ class Passes(Generic[AnyGroup]):
         self._leave(unit)
 
     def _end_forward(self, *, grads_flow: bool) -> None:
-        if self.observer is not None:
-            self.observer.forward_ends()
+        if self.after_forward is not None:
+            self.after_forward()
         self.gather_first(len(self.order))  # other ranks may have called units that this one has not
         for skipped in [unit for unit in self.order if unit not in self._ran]:
             skipped.wait_for_unshard()  # its weights may be gathered again only after that

@@ -9,7 +9,6 @@ from zeroshard.zero.guards.module_refusals import ModuleRefusals
 from zeroshard.zero.guards.non_finite import NonFiniteGrads
 from zeroshard.zero.guards.non_finite import require_finite as require_finite
 from zeroshard.zero.guards.outdated import WatchedReads
-from zeroshard.zero.guards.pass_refusals import PassRefusals
 
 if TYPE_CHECKING:
     from zeroshard.zero.engine import Zero
@@ -18,8 +17,10 @@ if TYPE_CHECKING:
 def install(engine: Zero) -> ModuleRefusals:
     """Guard an engine that has just been built; returns a handle that takes the guards from its model."""
     runtime, optimizers = engine._runtime, engine._optimizers
-    runtime.agree_by(order := CollectiveOrder(runtime.rank_groups, optimizers.settings))
-    runtime.observer, runtime.local_grads = PassRefusals(runtime, order), (looks := NonFiniteGrads(runtime))
+    order, looks = CollectiveOrder(runtime.rank_groups, optimizers.settings), NonFiniteGrads(runtime)
+    reads = WatchedReads(runtime, order)
+    runtime.agree_by(order)
+    runtime.after_forward, runtime.local_grads = reads.forward_ends, looks
     runtime.voters.append(looks)
-    runtime.weights.watch_reads(WatchedReads(runtime))
+    runtime.weights.watch_reads(reads)
     return ModuleRefusals(engine.model, runtime, optimizers)

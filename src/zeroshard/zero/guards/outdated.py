@@ -34,15 +34,16 @@ from zeroshard.host.torch_internals import (
 from zeroshard.zero.buffers.flat_params import FlatParams, Reads
 from zeroshard.zero.core.hooks import NO_COPY
 from zeroshard.zero.core.weights import SHARDED
+from zeroshard.zero.guards.collective_order import CollectiveOrder
 from zeroshard.zero.runtime.runtime import Runtime
 
 
 class WatchedReads(Reads):
     """Watches reads of the weights of one engine: [Note: Read between steps]."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, order: CollectiveOrder) -> None:
         before_collectives(_given_to_collective)
-        self._runtime = weakref.ref(runtime)
+        self._runtime, self._order = weakref.ref(runtime), order
         self._watches: weakref.WeakKeyDictionary[FlatParams, dict[bool, Watch]] = weakref.WeakKeyDictionary()
         self._warned = False
 
@@ -57,6 +58,19 @@ class WatchedReads(Reads):
     def unwatch(self, params: Iterable[nn.Parameter]) -> None:
         """Watch reads of these parameters no more."""
         unmark(params)
+
+    def forward_ends(self) -> None:
+        """Let autograd refuse a backward through views of weights from before the step, whose gather ends only now.
+
+        Nobody has read the parameters themselves.
+        """
+        self._order.take_gathers()
+        runtime = self._runtime()
+        if runtime is None or not torch.is_grad_enabled():
+            return
+        for group in (group for unit in runtime.order for group in unit.groups):
+            if group.params.state.in_flight and not group.params.shard_params:
+                torch.autograd.graph.increment_version(group.params.params)
 
     def bring_up_to_date(self, params: FlatParams) -> None:
         """Gather stale weights, because some of these are about to be read.

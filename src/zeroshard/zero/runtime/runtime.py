@@ -177,9 +177,36 @@ class Runtime(Passes[FlatGroup]):
         self.collectives.require_same_grads(grads)
 
     def require_shown(self, what: str) -> None:
-        """Raise RuntimeError if gradients are not reduced, lack a graph that is needed, or the engine was removed."""
-        if self.observer is not None:
-            self.observer.require_shown(what)
+        """Raise RuntimeError if gradients are gone, incomplete, or not reduced, or lack a graph that is needed.
+
+        ``what`` is the call or attribute that needs them; the message begins with it.
+        """
+        backward = self.backward
+        if self.removed:
+            raise RuntimeError(
+                f"{what}: zero.remove() has detached the engine, so this has no effect on the model; "
+                "make an optimizer over model.parameters()"
+            )
+        if backward is not None and backward.failed:
+            raise RuntimeError(
+                f"{what}: the last backward ended in an exception, and its gradients are incomplete; "
+                "call zero_grad() and take the step again"
+            )
+        if backward is not None:
+            raise RuntimeError(
+                f"{what}: inside backward a gradient is this rank's own and not yet reduced over ranks; "
+                "use it after backward()"
+            )
+        if self.keep_unsharded_for_graph and torch.is_grad_enabled() and what.endswith(".grad"):
+            raise RuntimeError(
+                f"{what}: it has no graph of its own after backward(create_graph=True); "
+                "use torch.autograd.grad(), or read it under torch.no_grad()"
+            )
+        if self.unreduced:
+            raise RuntimeError(
+                f"{what}: gradients accumulated under no_sync() were never reduced; "
+                "run the last backward of a step outside no_sync()"
+            )
 
     def read_in_pass(self, params: FlatParams) -> bool:
         """Code of the user's reads sharded weights outside of their unit's call: in a forward or backward gather them.
