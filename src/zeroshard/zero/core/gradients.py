@@ -40,7 +40,7 @@ from zeroshard.zero.core.strategy import SHARD, ShardingStrategy
 
 
 class GradsAway(Protocol):
-    """Reduced gradients that wait for the optimizer off the device: `zeroshard.zero.offload.host_grads`.
+    """Reduced gradients that wait for the optimizer off the device: `HostGrads`.
 
     Attributes:
         reduced_now: what has been reduced, wherever it is; nothing is waited for.
