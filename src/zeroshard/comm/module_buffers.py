@@ -30,7 +30,7 @@ class ModuleBuffers:
         model: the model, whose modules are listed once, here.
         comm: the ranks among which buffers are synchronised.
         sync: how, see `Zero`.
-        may_change: whether forwards may change buffers at all; if not, `sync` raises.
+        may_change: whether forwards may change buffers at all; if not, `agreed` raises.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, sync: BufferSync, *, may_change: bool = True) -> None:
@@ -40,23 +40,23 @@ class ModuleBuffers:
         self._modules = [m for m in model.modules() if follows and _persistent(m)]
         self._seen = [_marks(module) for module in self._modules]
 
-    def changed(self) -> list[bool]:
-        """For each module with buffers, whether this rank has written to any of them since `sync`."""
+    def votes(self) -> list[bool]:
+        """For each module with buffers, whether this rank has written to any of them since `agreed`."""
         return [_marks(module) != seen for module, seen in zip(self._modules, self._seen, strict=True)]
 
-    def sync(self, changed: Sequence[bool]) -> None:
-        """Make the buffers of modules flagged in ``changed``, on which all ranks agree, equal on all. Collective.
+    def agreed(self, votes: Sequence[int]) -> None:
+        """Make the buffers of modules to which any rank has written equal on all ranks. Collective if there are any.
 
         Raises:
             RuntimeError: a forward has changed buffers although they may not change.
         """
-        if not any(changed):
+        if not any(votes):
             return
+        places = [place for place, flag in enumerate(votes) if flag]
         if not self._may_change:
-            module = type(self._modules[list(changed).index(True)]).__name__
+            module = type(self._modules[places[0]]).__name__
             what = f"forward updates those of a {module} from each rank's rows, so bits depend on the number of ranks"
             raise RuntimeError(f"buffers: {what}; leave out the module, or reproducible")
-        places = [place for place, flag in enumerate(changed) if flag]
         tensors = list(dict.fromkeys(tensor for place in places for tensor in _persistent(self._modules[place])))
         with torch.no_grad(), labelled(_LABEL):
             pending = PendingBroadcasts(self._comm, _LABEL)

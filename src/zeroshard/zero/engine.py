@@ -154,8 +154,9 @@ class Zero:
 
         def passes(root: FlatUnit, others: list[FlatUnit]) -> Runtime:
             """Make what walks the steps, and attach what takes part in them."""
+            self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch)
             changing = ModuleBuffers(model, rank_groups.world, buffers, may_change=reproducible is None)
-            self._runtime = Runtime(root, others, rank_groups, self.strategy, prefetch, changing)
+            self._runtime.voters.append(changing)
             self._optimizers = EngineOptimizers(self._runtime, rank_groups)
             if local_steps is not None:
                 self.local_steps, observer = local_steps.attach(self._runtime, self.rank_groups, buffers)

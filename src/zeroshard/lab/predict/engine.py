@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from zeroshard.comm import CONTROL, Groups, ReduceOp, current_label
 from zeroshard.comm.base import own_group
 from zeroshard.comm.labels import is_on_side_stream, on_side_stream
-from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Lane, Mark, NoStreams
 from zeroshard.lab.predict.actions import Issue, Message, Settings, Wait
 from zeroshard.lab.predict.buffers import Buffer, own_numel
@@ -322,7 +321,6 @@ class _Engine:
             rank_groups,
             settings.strategy,
             settings.prefetch,
-            ModuleBuffers(nn.Module(), world, "keep"),
         )
         self._runtime.voters.append(_Guard())
         self._runtime.grads_leave = goes_down

@@ -45,7 +45,6 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.agree import maxima
-from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import ByDevice
 from zeroshard.host.torch_internals import (
     as_plain,
@@ -89,7 +88,6 @@ class Passes(Generic[AnyGroup]):
         note_gather: is told that this rank has issued a gather of a unit's weights.
         shown: what parameters show as ``grad``.
         nested: units inside of other units.
-        buffers: the model's buffers that forwards change.
         before_forward: raises if this forward of the model would be wrong.
         after_forward: is told that the model returns, before weights that no call has waited for are shown and freed.
         local_grads: looks at this rank's own gradients before they are reduced.
@@ -105,7 +103,6 @@ class Passes(Generic[AnyGroup]):
         ranks: RankGroups,
         strategy: ShardingStrategy,
         prefetch: int,
-        buffers: ModuleBuffers | None = None,
     ) -> None:
         self.root, self.units, self.order, self.prefetch = root, units, list(units), prefetch
         self.rank_groups, self.comm = ranks, ranks.world
@@ -117,7 +114,6 @@ class Passes(Generic[AnyGroup]):
         self.note_gather: Callable[[Unit[AnyGroup]], object] | None = None
         self.shown: GradSink | None = None
         self.nested: NestedUnits | None = None
-        self.buffers, self._buffers_changed = buffers, list[bool]()
         self.before_forward: Callable[[], None] | None = None
         self.after_forward: Callable[[], None] | None = None
         self.local_grads: LocalGrads | None = None
@@ -480,19 +476,15 @@ class Passes(Generic[AnyGroup]):
             group.grads.wait_for_reduce()
             group.grads.num_backwards += 1
         self._in_flight = []  # all are done: what follows reads the reduced gradients
-        if self.buffers is not None:
-            self.buffers.sync(self._buffers_changed)
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """For each flag, whether any rank has set it; and whatever else ranks vote on, in one message. Collective."""
         votes = [each.votes() for each in self.voters]
-        changed = [] if self.buffers is None else self.buffers.changed()
-        agreed = maxima(self.comm, [*flags, *chain.from_iterable(votes), *changed])
+        agreed = maxima(self.comm, [*flags, *chain.from_iterable(votes)])
         end = len(flags)
         for voter, own in zip(self.voters, votes, strict=True):
             voter.agreed(agreed[end : end + len(own)])
             end += len(own)
-        self._buffers_changed = list(map(bool, agreed[end:]))
         return list(map(bool, agreed[: len(flags)]))
 
     def _forget_backward(self) -> None:

@@ -230,13 +230,13 @@ class OuterSteps:
         return message.sqrt().tolist()
 
     def _sync_buffers(self) -> None:
-        changed = self._buffers.changed()
+        changed = self._buffers.votes()
         if not changed:
             return
         message = torch.tensor(changed, dtype=torch.uint8, device=self.comm.control_device)
         with labelled(CONTROL):
             self.comm.all_reduce(message, "max").wait()
-        self._buffers.sync([bool(flag) for flag in message.tolist()])
+        self._buffers.agreed(message.tolist())
 
     def _mark_stale(self, groups: Iterator[FlatGroup] | list[FlatGroup]) -> None:
         for group in groups:

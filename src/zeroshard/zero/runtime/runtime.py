@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from zeroshard.comm import Communicator
 from zeroshard.comm.agree import maxima
-from zeroshard.comm.module_buffers import ModuleBuffers
 from zeroshard.comm.streams import Streams
 from zeroshard.host.torch_internals import in_backward, in_transform
 from zeroshard.host.uncompiled import uncompiled
@@ -85,9 +84,8 @@ class Runtime(Passes[FlatGroup]):
         rank_groups: RankGroups,
         strategy: ShardingStrategy,
         prefetch: int,
-        buffers: ModuleBuffers,
     ) -> None:
-        super().__init__(root, units, rank_groups, strategy, prefetch, buffers)
+        super().__init__(root, units, rank_groups, strategy, prefetch)
         self.collectives = Calls(rank_groups)
         self.forwards.several = _of_several
         self.nested = InnerUnits.of(units)
