@@ -103,7 +103,7 @@ def backward_events(zero):
     def grads_of(unit):
         for _, param, group, slot in unit.named_slots():
             if param.requires_grad:
-                runtime.expect_grad(group)
+                runtime.expect_grad()
                 group.grads.accumulate(slot, torch.empty_like(param))
 
     def inside():

@@ -367,7 +367,7 @@ class _Engine:
             runtime.post_backward(unit, runtime.forward)
         elif event.name == "grad":
             group, slot, grad = self._grads[event.param if unit is self._root else f"{unit.name}.{event.param}"]
-            runtime.expect_grad(group)
+            runtime.expect_grad()
             group.grads.accumulate(slot, grad)
         return self._take(unit)
 

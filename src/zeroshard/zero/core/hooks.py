@@ -301,7 +301,7 @@ def take_gradient(passes: Any, group: Any, slot: int, param: Tensor, shown: Show
             grad = shown.take(param)
         else:
             param.grad = None  # before a backward begins, which applies what users have assigned there
-        passes.expect_grad(group)
+        passes.expect_grad()
         group.grads.accumulate(slot, grad)
         if shown is not None:
             param.grad = shown.grad

@@ -336,8 +336,8 @@ class Passes(Generic[AnyGroup]):
         if len(backward.forwards) > 1 and self.reshard_after_forward and not waits:
             self.free(unit)  # another forward's calls gather them again
 
-    def expect_grad(self, group: AnyGroup) -> None:
-        """A gradient of a parameter of the group is about to arrive: begin the backward pass, if none runs."""
+    def expect_grad(self) -> None:
+        """A gradient is about to arrive: begin the backward pass, if none runs."""
         if self.backward is None or self.backward.failed:
             self._begin_backward(None)
 

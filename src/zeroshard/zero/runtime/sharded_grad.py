@@ -40,10 +40,7 @@ _ELEMENT_WISE = frozenset(
 
 
 class GradTaker(Protocol):
-    """The engine, which is notified of each gradient."""
-
-    def expect_grad(self, group: FlatGroup) -> None:
-        """Begin a backward pass, if none runs, because a gradient of the group is about to arrive."""
+    """The engine that a gradient is of."""
 
     def require_shown(self, what: str) -> None:
         """Raise RuntimeError if gradients are not reduced yet, or lack an autograd graph that they would need."""
