@@ -160,16 +160,27 @@ def test_hooks_do_not_pile_up_on_a_tensor_that_lives_on():
     assert not net.shared._backward_hooks
 
 
+class Through(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x, skip):
+        return x if skip else self.linear(x)
+
+
+def test_a_unit_that_is_called_several_times_may_return_its_input_in_some():
+    def path(net, x):
+        for block in net.blocks:
+            for skip in (False, True, True, False):
+                x = block(x, skip)
+        return x
+
+    assert_every_stage_equals_one_process(lambda: Net(2, Through, path))
+
+
 @pytest.mark.redundant
 def test_a_unit_may_take_what_needs_no_gradient_and_return_its_input():
-    class Through(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x, skip):
-            return x if skip else self.linear(x)
-
     def path(net, x, skip=False):
         x = net.blocks[0](x.detach(), False)
         return net.blocks[1](x, skip)

@@ -14,11 +14,28 @@ from zeroshard.host.torch_internals import version_of
 from zeroshard.host.uncompiled import made_once, uncompiled
 
 
+class Event:
+    """Takes place at the first gradient of each backward pass, ``passes.backward``: [Note: Which call] in `hooks`."""
+
+    def __init__(self, passes: Any, take: Callable[[], None]) -> None:
+        self._passes, self._take, self._last = passes, take, None
+
+    def __call__(self, grad: Tensor) -> None:
+        """A gradient has arrived."""
+        if self._last is None or self._last is not self._passes.backward:
+            self._take()
+            self._last = self._passes.backward
+
+    def cancel(self) -> None:
+        """Do nothing from now on."""
+        self._take = lambda: None
+
+
 class _Hooked(NamedTuple):
     tensor: weakref.ref[Tensor]
     version: int
-    events: list[Callable[[Tensor], None]]
-    ends: set[Any]  # units of which it is an input
+    events: list[Event]
+    ends: dict[Any, Event]  # by unit, the end of its last call of which it is an input
 
 
 class Forward:
@@ -34,40 +51,50 @@ class Forward:
         self.calls: dict[Any, int] = {}
         self._hooked: dict[int, _Hooked] = {}
 
-    def hook(self, tensors: Iterable[Tensor], event: Callable[[Tensor], None], unit: Any, *, ends: bool) -> bool:
-        """Call ``event`` when a gradient reaches one of the tensors; return whether any will tell.
-
-        ``ends``: they are inputs of the unit, and end its backward; else outputs, which begin it. An output that is an
-        input, unchanged, as of a layer that is dropped, begins nothing. A tensor gets one hook for all of its events: a
-        key-value cache goes through every block, and would otherwise get one from each of them.
-        """
-        will_tell = False
+    def hook_inputs(self, tensors: Iterable[Tensor], end: Event, unit: Any) -> None:
+        """The inputs of a call of the unit: ``end`` its backward when a gradient reaches one of them."""
         for tensor in tensors:
-            known = self._hooked.get(id(tensor))
-            # after an in-place change an earlier hook sees the gradient of the old value only
-            if known is None or known.tensor() is not tensor or known.version != version_of(tensor):
-                self._hooked[id(tensor)] = known = _Hooked(weakref.ref(tensor), version_of(tensor), [], set())
-                tensor.register_hook(partial(_teller(), known.events))
-            if ends:
-                known.ends.add(unit)
-            elif unit in known.ends:
-                continue
-            known.events.append(event)
-            will_tell = True
-        return will_tell
+            known = self._hook(tensor)
+            known.events.append(end)
+            known.ends[unit] = end
+
+    def hook_outputs(self, tensors: Iterable[Tensor], begin: Event, unit: Any) -> bool:
+        """The outputs: ``begin`` its backward when a gradient reaches one of them; return whether it may begin.
+
+        An output that is an input, unchanged, begins nothing. If all are, as of a layer that is dropped, nothing ends.
+        """
+        begins, ends = False, []
+        for known in map(self._hook, tensors):
+            if unit in known.ends:
+                ends.append(known.ends[unit])
+            else:
+                known.events.append(begin)
+                begins = True
+        for end in () if begins else ends:
+            end.cancel()
+        return begins
+
+    def _hook(self, tensor: Tensor) -> _Hooked:
+        """A tensor gets one hook for all of its events: a key-value cache goes through every block."""
+        known = self._hooked.get(id(tensor))
+        # after an in-place change an earlier hook sees the gradient of the old value only
+        if known is None or known.tensor() is not tensor or known.version != version_of(tensor):
+            self._hooked[id(tensor)] = known = _Hooked(weakref.ref(tensor), version_of(tensor), [], {})
+            tensor.register_hook(partial(_teller(), known.events))
+        return known
 
     def ends(self) -> None:
         """The model has returned: drop the list of hooked tensors, whose events refer back to this object."""
         self._hooked = {}
 
 
-def _tell(events: list[Callable[[Tensor], None]], grad: Tensor) -> None:
+def _tell(events: list[Event], grad: Tensor) -> None:
     for event in events:
         event(grad)
 
 
 @made_once
-def _teller() -> Callable[[list[Callable[[Tensor], None]], Tensor], None]:
+def _teller() -> Callable[[list[Event], Tensor], None]:
     return uncompiled(_tell)
 
 

@@ -38,7 +38,7 @@ from zeroshard.host.torch_internals import (
     tree_map,
 )
 from zeroshard.host.uncompiled import made_once, uncompiled
-from zeroshard.zero.core.forward import Forward
+from zeroshard.zero.core.forward import Event, Forward
 from zeroshard.zero.core.units import Unit
 from zeroshard.zero.core.weights import UNSHARDED
 
@@ -110,8 +110,8 @@ class UnitHooks:
                 forward = passes.forward
                 inputs = [t for t in tensors_in((*args, *kwargs.values())) if t.grad_fn is not None]
                 if inputs:
-                    end = once_per_pass(passes, lambda: passes.post_backward(unit, forward))
-                    forward.hook(inputs, end, unit, ends=True)
+                    end = Event(passes, lambda: passes.post_backward(unit, forward))
+                    forward.hook_inputs(inputs, end, unit)
         if self.cast is None:
             return None
         return tuple(cast(arg, self.cast) for arg in args), {k: cast(arg, self.cast) for k, arg in kwargs.items()}
@@ -124,7 +124,7 @@ class UnitHooks:
         returned, output = output, _outliving(passes, unit, output)
         inputs = tensors_in((*args, *kwargs.values()))
         if in_backward():  # [Note: Recomputation]
-            event = uncompiled(once_per_pass(passes, self._begins_nested))
+            event = uncompiled(Event(passes, self._begins_nested))
             for tensor in _with_bases(tensors_in(output), inputs):
                 tensor.register_hook(event)
         elif not torch.is_grad_enabled():
@@ -133,8 +133,8 @@ class UnitHooks:
             inputs = [t for t in inputs if t.requires_grad]
             outputs = _with_bases(tensors_in(output), inputs)
             # The hooks refer to ``forward``, so it lives as long as a graph of this forward does.
-            begin = once_per_pass(passes, lambda: passes.pre_backward(unit, forward))
-            grads_flow = forward.hook(outputs, begin, unit, ends=False)
+            begin = Event(passes, lambda: passes.pre_backward(unit, forward))
+            grads_flow = forward.hook_outputs(outputs, begin, unit)
             # Gradients will flow, but no tensor of the output was found to tell us when: the weights must stay.
             keep_unsharded = not outputs and bool(inputs or unit.trained_groups())
             passes.post_forward(unit, grads_flow=grads_flow, keep_unsharded=keep_unsharded)
@@ -143,19 +143,6 @@ class UnitHooks:
     def _begins_nested(self) -> None:
         self.passes.pre_backward(self.unit, None)
         at_end_of_backward(uncompiled(lambda: self.passes.post_backward(self.unit, None)))
-
-
-def once_per_pass(passes: Listener, event: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A hook of tensors that calls ``event`` at the first gradient of each backward pass: [Note: Which call]."""
-    last: object = None
-
-    def hook(grad: Tensor) -> None:
-        nonlocal last
-        if last is None or last is not passes.backward:
-            event()
-            last = passes.backward
-
-    return hook
 
 
 class EngineHook:

@@ -51,10 +51,6 @@ class LocalGrads(Protocol):
     def cleared(self) -> None:
         """Gradients were cleared."""
 
-    def ranks(self) -> list[int]:
-        """Return the ranks that have found something in the gradients that are there now. Collective."""
-        ...
-
 
 class Voter(Protocol):
     """Has bytes of its own in the message by which ranks agree at the end of a backward."""

@@ -164,7 +164,7 @@ class Passes(Generic[AnyGroup]):
 
     def groups(self) -> list[AnyGroup]:
         """Every flat group, unit by unit."""
-        return [group for unit in self.all_units() for group in unit.groups]
+        return [group for unit in (self.root, *self.units) for group in unit.groups]
 
     def drop_grads(self, params: set[nn.Parameter] | None) -> None:
         """Drop the gradients of these parameters; None: of all."""

@@ -92,13 +92,6 @@ class Cursor:
             self._take(op)
 
 
-class _Run:
-    """One call of autograd; only its final callback is this object, so it is freed when the call ends or raises."""
-
-    def __call__(self) -> None:
-        """Do nothing."""
-
-
 class BackwardPass(Cursor):
     """One backward pass: its forwards, and how far this rank has walked the schedule through all of them.
 
@@ -123,7 +116,10 @@ class BackwardPass(Cursor):
         self.forwards, self.forward = forwards, forwards[0]
         self._sweep = {forward: sweep for sweep, forward in enumerate(reversed(forwards))}
         self.called_again = dict.fromkeys(u for u in order if u.read_in_backward and self.calls_left(u) > 1)
-        run = _Run()
+
+        def run() -> None:
+            """Nothing: this call of autograd alone refers to it, so it is freed when the call ends or raises."""
+
         at_end_of_backward(run)
         self._run = weakref.ref(run)
         self.ends_badly = False

@@ -129,7 +129,8 @@ def require_finite(runtime: Runtime, norm_type: float, norm: Tensor) -> Tensor:
     """Return the global ``norm`` of an engine's gradients, 0-dim; RuntimeError if it is NaN or inf. Collective then."""
     if math.isfinite(float(norm)):  # the same bits on every rank
         return norm
-    ranks = [] if runtime.local_grads is None else runtime.local_grads.ranks()
+    looks = runtime.local_grads
+    ranks = looks.ranks() if isinstance(looks, NonFiniteGrads) else []
     who = f"; {named(ranks)} had the first NaN/Inf" if ranks else ""
     raise RuntimeError(
         f"clip_grad_norm_: the total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"
