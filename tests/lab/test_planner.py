@@ -31,6 +31,17 @@ def _plan(memory_bytes=10**9, **changes):
     return plan("gpt2-demo", **given)
 
 
+@pytest.mark.parametrize(
+    "choice", [{"accumulate": "local"}, {"prefetch": 0}, {"reproducible": 8}, {"offload": Offload(optimizer="host")}]
+)
+def test_what_the_engine_is_asked_for_reaches_each_row(choice):
+    """Two micro-batches of each rank at stage 3, where each of these moves bytes or changes collectives."""
+    given = {"stage": 3, "micro_batch": 1, "global_batch": 8}
+    asked, plain = (_plan(**given, **more).rows[0].as_dict() for more in (choice, {}))
+    of_step = ("messages", "peak_bytes", "resident_bytes")
+    assert [asked[name] for name in of_step] != [plain[name] for name in of_step]
+
+
 @pytest.mark.redundant
 def test_micro_batches_grow_until_they_do_not_fit():
     found = _plan(memory_bytes=60 * 2**20)
