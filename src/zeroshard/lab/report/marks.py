@@ -13,7 +13,6 @@ from zeroshard.lab.report.figure import (
     BLUE,
     CYCLE,
     GREEN,
-    GREY,
     MARKERS,
     ORANGE,
     PURPLE,
@@ -32,8 +31,8 @@ _STYLES = {
     name: (colour, marker)
     for name, colour, marker in zip(
         STRATEGIES,
-        (BLACK, ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLUE, GREY),
-        ("circle", "square", "diamond", "triangle", "cross", "star", "circle", "square"),
+        (BLACK, ORANGE, SKY, GREEN, VERMILLION, PURPLE, BLUE),
+        ("circle", "square", "diamond", "triangle", "cross", "star", "circle"),
         strict=True,
     )
 }
