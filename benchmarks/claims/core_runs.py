@@ -5,8 +5,8 @@
 Two ranks are threads of this process. A step is forward, backward, clipping, `optim.step()` and `zero_grad()` of four
 units at stage 3, once it is warm, and its numbers are of one rank. Calls are of functions of `zero/`; a switch is one
 of them between `zero/core/` and another folder of it, in either direction. Functions that run are counted over stages
-0-3 in fp32 and bf16, with accumulation, recomputation of both kinds, clipping, saves, loads and the account of memory,
-and as rows that are no number; of a model of blocks with norms, which return a dict.
+0-3 in fp32 and bf16, with accumulation, a dropped block, recomputation of both kinds, clipping, saves, loads and the
+account of memory, and as rows that are no number; of a model of blocks with norms, which return a dict.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NUM_UNITS = 4
 
 
 class Block(nn.Module):
-    """A block with small parameters, whose output is more than a tensor."""
+    """A block with small parameters, whose output is more than a tensor, and that may be dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, *, dropped: bool) -> dict[str, torch.Tensor]:
         """``x [batch, 8]``, and the same by name."""
-        return {"x": x + self.linear(self.norm(x))}
+        return {"x": x if dropped else x + self.linear(self.norm(x))}
 
 
 class Net(nn.Module):
@@ -53,13 +53,13 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Block() for _ in range(NUM_UNITS))
 
-    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> torch.Tensor:
-        """``x [batch, 8]``; ``reentrant``: recompute blocks in backward so; None: do not."""
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None, *, dropped: bool = False) -> torch.Tensor:
+        """``x [batch, 8]``; ``reentrant``: recompute blocks in backward so; None: do not; ``dropped``: drop them."""
         x = self.first(x)
         for block in self.blocks:
 
             def run(x: torch.Tensor, block: nn.Module = block) -> torch.Tensor:
-                return block(x)["x"]
+                return block(x, dropped=dropped)["x"]
 
             x = run(x) if reentrant is None else checkpoint(run, x, use_reentrant=reentrant)
         return x
@@ -164,7 +164,7 @@ def uses(comm: Communicator) -> set[CodeType]:
                 zero = Zero(Net(), replace(row), comm=comm, precision=precision)
                 optim = zero.optimizer(torch.optim.AdamW, lr=1e-3)
                 with zero.no_sync():
-                    zero.model(torch.ones(4, 8)).sum().backward()
+                    zero.model(torch.ones(4, 8), dropped=True).sum().backward()
                 for _ in range(2):
                     step(zero, optim)
                 zero.load_state_dict(zero.state_dict())
