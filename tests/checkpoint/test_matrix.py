@@ -130,7 +130,7 @@ def saved(gloo_ranks, tmp_path_factory):
     return folder, {size: gloo_ranks(size).run(train_and_save, str(folder)) for size in WORLD_SIZES}
 
 
-@pytest.mark.redundant(but=["3-1"])
+@pytest.mark.redundant(but=["3-1", "3-2"])
 @pytest.mark.slow
 @pytest.mark.parametrize("loaded_at", WORLD_SIZES)
 @pytest.mark.parametrize("saved_at", WORLD_SIZES)

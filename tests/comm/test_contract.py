@@ -410,15 +410,6 @@ class TestEachCommunicator:
         """`_on_rank` asserts it."""
         _on_rank(NullCommunicator(world_size, rank), case, wrapper)
 
-    @pytest.mark.redundant(
-        but=[
-            "2-bare-reduce_scatter_works_in_place",
-            "2-bare-arguments_that_do_not_fit_are_refused",
-            "2-bare-groups_that_do_not_share_out_the_world_are_refused",
-            "3-bare-all_gather_works_in_place",
-            "3-bare-empty_tensors_are_nothing",
-        ]
-    )
     @bare
     @pytest.mark.pairwise("case")
     @pytest.mark.parametrize("world_size", [2, 3, *_soaking([1, 4])])
@@ -426,7 +417,6 @@ class TestEachCommunicator:
         """`_on_rank` asserts it."""
         gloo_ranks(world_size).run(_on_rank, case, wrapper)
 
-    @pytest.mark.redundant(but=["ring-3-bare-parts_talk_among_themselves", "shm-4-bare-parts_talk_among_themselves"])
     @bare
     @pytest.mark.parametrize("world_size", [3, 4, *_soaking([1, 2])])
     @pytest.mark.parametrize("kind", ["ring", "shm"])
@@ -434,7 +424,6 @@ class TestEachCommunicator:
         """`_on_own_rank` asserts it."""
         gloo_ranks(world_size).run(_on_own_rank, case, wrapper, kind)
 
-    @pytest.mark.redundant(but=["bare-parts_talk_among_themselves"])
     @bare
     def test_gloo_groups(self, case, wrapper, gloo_ranks):
         """`_on_rank_of_group` asserts it."""

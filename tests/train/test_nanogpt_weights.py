@@ -100,7 +100,6 @@ def test_gpt2s_ids_keep_their_tokenizer(tmp_path):
     assert (meta.tokenizer, meta.eos_id, meta.vocab_size) == ("gpt2", 50_256, 50_304)
 
 
-@pytest.mark.redundant
 def test_a_run_of_its_weights_can_be_trained_on(tmp_path):
     ckpt(tmp_path / "ckpt.pt")
     import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "run")

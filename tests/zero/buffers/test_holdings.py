@@ -31,7 +31,7 @@ def _engine(stage, world_size=4, precision=None, **kwargs):
     return zero, zero.optimizer(torch.optim.AdamW, lr=1e-3)
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(but=["1-1-bf16"])
 @pytest.mark.pairwise
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 4])

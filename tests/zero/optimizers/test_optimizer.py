@@ -121,7 +121,7 @@ def test_what_a_class_does_after_the_step_that_it_extends_is_done_to_pieces(stag
             torch.testing.assert_close(state[number]["average"], kept["average"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.redundant
+@pytest.mark.redundant(but=["3"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_class_of_ones_own_moves_without_a_gradient_is_seen_by_the_next_forward(stage):
     class Decays(torch.optim.Optimizer):
