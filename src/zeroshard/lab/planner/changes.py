@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.advice import GIB, MICRO_BATCHES, describe
-from zeroshard.lab.planner.fit import chosen, fitted
+from zeroshard.lab.planner.fit import Tried, chosen, fitted
 from zeroshard.lab.planner.levers import levers
 from zeroshard.lab.planner.plan_rows import Row
 from zeroshard.lab.planner.planner import Planner
@@ -28,22 +28,43 @@ MOST_GPUS = 2**17
 Stages = Sequence[int | ShardingStrategy]
 
 
-class Change(NamedTuple):
-    """A change, and the row of the job with it.
+@dataclass(frozen=True)
+class Change:
+    """A change, and what was tried of the job with it. Whether it fits is known before its row is.
 
     Attributes:
         what: it in words, with its flag.
-        flags: of levers that are pulled beside it.
         num_gpus: of all nodes.
-        row: the recommended row; if none fits, the one that needs least.
+        tried: sets of levers beside it.
         cost: what it costs besides time and memory.
+        alone: whether it is a change without a lever too.
     """
 
     what: str
-    flags: tuple[str, ...]
     num_gpus: int
-    row: Row
+    tried: Sequence[Tried]
     cost: str = ""
+    alone: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does with any of the sets."""
+        return any(each.fits for each in reversed(self.tried))
+
+    @cached_property
+    def best(self) -> Tried:
+        """The set that is chosen; if none fits, the one that needs least."""
+        return chosen(self.tried)
+
+    @property
+    def row(self) -> Row:
+        """The recommended row of the best set."""
+        return self.best.row
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Those of the best set."""
+        return self.best.flags
 
     def in_words(self) -> str:
         """The change in a line."""
@@ -75,8 +96,9 @@ def changes_that_fit(planner: Planner, ways: Ways, rows: Sequence[Row]) -> str:
         gib += f" and {planner.asked.headroom:.0%} must stay free"
     start = f"Nothing fits: {describe(best, planner.cluster.world_size)} needs {gib}"
     found = [*found_by_fit(planner, ways), *_bought(planner, ways)]
-    if not any(change.row.fits for change in found):
+    if not any(change.fits for change in found):  # then nobody asks for their rows
         return f"{start}; no single change helps: take a larger GPU or a smaller model."
+    found = [change for change in found if change.alone or change.flags]
     by_itself = " (--fit adds what stands after 'with')" if any(change.flags for change in found) else ""
     what = f"What to change, in the order in which to try it{by_itself}:"
     return "\n".join([f"{start}. {what}", *(f"  {change.in_words()}" for change in found)])
@@ -86,28 +108,27 @@ def found_by_fit(planner: Planner, ways: Ways) -> Iterator[Change]:
     """What ``--fit`` finds: for the job as it is, for adapters, and for the longest sequences for which it does."""
     workload, model, num_gpus = planner.workload, planner.workload.described, planner.cluster.world_size
     if ways.micro_batch is not None and ways.micro_batch > 1:
-        row = replace(ways, micro_batch=None).best(planner)
-        yield Change("a smaller micro-batch (leave --micro-batch out)", (), num_gpus, row)
+        tried = Tried((), planner, replace(ways, micro_batch=None))
+        yield Change("a smaller micro-batch (leave --micro-batch out)", num_gpus, [tried])
     if planner.asked.node_copy:
-        row = ways.best(planner.on(node_copy=None))
-        yield Change("no second copy of weights (leave --node-copy out)", (), num_gpus, row)
+        tried = Tried((), planner.on(node_copy=None), ways)
+        yield Change("no second copy of weights (leave --node-copy out)", num_gpus, [tried])
     if model.config is None:
         return
-    if found := _by_fit(planner, ways, "the job as it is"):
-        yield found
+    as_it_is = fitted(planner, ways)
+    yield Change("the job as it is", num_gpus, as_it_is, alone=False)
     if model.lora is not None:
         yield from _coded_base(planner, ways, "")
     elif workload.optimizer == "AdamW" and model.matmul != "fp8":
         with suppress(UserError):  # what adds adapters, peft, is not installed
             adapters = planner.on(workload=workload.changed(lora=Lora(LORA_RANK)))
             cost = "it trains adapters of weights that must be there already"
-            found = _by_fit(adapters, ways, f"LoRA (--lora {LORA_RANK})", cost, alone=True)
-            assert found is not None
+            found = Change(f"LoRA (--lora {LORA_RANK})", num_gpus, fitted(adapters, ways), cost)
             yield found
-            if not found.row.fits:
+            if not found.fits:
                 yield from _coded_base(adapters, ways, f"--lora {LORA_RANK} ")
-    if shorter := _shorter_sequences(planner, ways):
-        yield shorter
+    if any(each.ways.state_fits(each.planner) for each in as_it_is):  # which shorter sequences do not change
+        yield from _shorter_sequences(planner, ways)
 
 
 def _coded_base(planner: Planner, ways: Ways, flags: str) -> Iterator[Change]:
@@ -117,20 +138,12 @@ def _coded_base(planner: Planner, ways: Ways, flags: str) -> Iterator[Change]:
         form = FrozenFormat("nf4")
         coded = planner.on(workload=workload.changed(frozen_format=form), frozen_format=form)
         cost = "the weights under the adapters are rounded to four bits"
-        if found := _by_fit(coded, ways, f"a base of four bits ({flags}--base nf4)", cost, alone=True):
-            yield found
+        what = f"a base of four bits ({flags}--base nf4)"
+        yield Change(what, planner.cluster.world_size, fitted(coded, ways), cost)
 
 
-def _by_fit(planner: Planner, ways: Ways, what: str, cost: str = "", *, alone: bool = False) -> Change | None:
-    """The change with what ``--fit`` finds; None if there are no levers, unless it is something ``alone``."""
-    best = chosen(fitted(planner, ways))
-    if not best.flags and not alone:
-        return None
-    return Change(what, best.flags, planner.cluster.world_size, best.row, cost)
-
-
-def _shorter_sequences(planner: Planner, ways: Ways) -> Change | None:
-    """The longest sequences that fit among a half, a quarter, ... of the job's; None if none do.
+def _shorter_sequences(planner: Planner, ways: Ways) -> Iterator[Change]:
+    """The longest sequences that fit among a half, a quarter, ... of the job's, if any do.
 
     Shorter sequences need no more memory.
     """
@@ -140,16 +153,17 @@ def _shorter_sequences(planner: Planner, ways: Ways) -> Change | None:
     def at(place: int) -> Change | None:
         length = lengths[place]
         there = planner.on(workload=planner.workload.changed(seq_len=length))
-        best = chosen(fitted(there, ways))
         what = f"sequences of {length} tokens (--seq-len {length})"
-        return Change(what, best.flags, planner.cluster.world_size, best.row) if best.fits else None
+        change = Change(what, planner.cluster.world_size, fitted(there, ways))
+        return change if change.fits else None
 
     found, low, high = None, -1, len(lengths)  # `found` is at `high`; none fits at `low`
     while high - low > 1:
         middle = (low + high) // 2 if low >= 0 else 0  # a half is often enough
         change = at(middle)
         found, low, high = (found, middle, high) if change is None else (change, low, middle)
-    return found
+    if found is not None:
+        yield found
 
 
 def _bought(planner: Planner, ways: Ways) -> Iterator[Change]:
@@ -161,7 +175,7 @@ def _bought(planner: Planner, ways: Ways) -> Iterator[Change]:
             there = planner.on(device=device)
             fits = (there.fits(stage, _smallest(there)) for stage in reversed(ways.stages))
             if planner.workload.dtype in device.matmul_flops_per_s and any(fits):
-                yield Change(f"a larger GPU (--gpu {device.name})", (), num_gpus, every.best(there))
+                yield Change(f"a larger GPU (--gpu {device.name})", num_gpus, [Tried((), there, every)])
                 break
     if planner.workload.sequence_parallel > 1:
         return  # GPUs that share sequences come in groups, which the search does not know
@@ -170,8 +184,9 @@ def _bought(planner: Planner, ways: Ways) -> Iterator[Change]:
         way = pulled[0].pull(planner) if pulled else planner
         more = fewest_gpus(way, ways.stages, _smallest(way))
         if more is not None:
-            row = every.best(way.on(world_size=more, global_batch=None))
-            yield Change(f"{more:,} GPUs", tuple(lever.flag for lever in pulled), more, row)
+            there = way.on(world_size=more, global_batch=None)
+            tried = Tried(tuple(lever.flag for lever in pulled), there, every)
+            yield Change(f"{more:,} GPUs", more, [tried])
             break
 
 

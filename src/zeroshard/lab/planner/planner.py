@@ -112,8 +112,12 @@ class Planner:
         shards = shard_size or self.cluster.world_size
         strategy = self.strategy(stage, shards)
         settings = self._with_all_away()._settings(strategy, micro_batch, shards)
-        held = resident_bytes(self._buffers(shards), settings, *self.workload.states)
-        return held["params"] + held["master"] + held["optimizer"]
+        key = replace(settings, num_micro=1), shards, shards < self.cluster.world_size
+        known = self.workload.held
+        if key not in known:
+            held = resident_bytes(self._buffers(shards), settings, *self.workload.states)
+            known[key] = held["params"] + held["master"] + held["optimizer"]
+        return known[key]
 
     def least_bytes(self, stage: int | ShardingStrategy, micro_batch: int, shard_size: int | None = None) -> int:
         """Bytes that the row needs at least: the peak of the trace, beside what is held.

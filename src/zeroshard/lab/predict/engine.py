@@ -30,7 +30,7 @@ from zeroshard.lab.predict.buffers import Buffer, own_numel
 from zeroshard.lab.predict.conversions import BufferFormats, converted
 from zeroshard.lab.predict.memory import buffers_away, streamed
 from zeroshard.lab.predict.model_spans import ROOT, Event
-from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.recorder import Alike, StorageEvents
 from zeroshard.lab.predict.work import Work, work_of
 from zeroshard.settings.wire_formats import SCALE_BYTES, BlockFormat
 from zeroshard.zero import loaded_later
@@ -240,9 +240,9 @@ class _Log(StorageEvents):
             self._unknown.discard(storage)
             self._temporary.discard(storage)
 
-    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, alike: Alike | None) -> None:
         self.look_for_freed()
-        work = work_of(func, args, kwargs, result)
+        work = work_of(func, args, kwargs, result, alike)
         if work is not None:
             self.actions.append(work)
 

@@ -14,7 +14,6 @@ the list of spans alone.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -37,8 +36,15 @@ from zeroshard.kernels.launch import traced
 from zeroshard.kernels.linear_cross_entropy import all_logits
 from zeroshard.lab.predict.fusion import Operation, Region, fused, opaque, operation
 from zeroshard.lab.predict.model_spans import ROOT, Event, EventName, Span, Trace, repeat_blocks
-from zeroshard.lab.predict.on_meta import NotServedError, fuse_dropout, in_recomputations, on_meta, serves
-from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.on_meta import (
+    NotServedError,
+    fuse_dropout,
+    in_recomputations,
+    on_meta,
+    serves,
+    without_values_of,
+)
+from zeroshard.lab.predict.recorder import Alike, StorageEvents
 from zeroshard.lab.predict.scratch import scratch_bytes
 from zeroshard.lab.predict.work import (
     Work,
@@ -59,8 +65,7 @@ from zeroshard.zero import MixedPrecision
 from zeroshard.zero.core.forward import Forward
 from zeroshard.zero.core.hooks import UnitHooks
 from zeroshard.zero.core.units import UnitSpec
-from zeroshard.zero.kept_modules import cast_around, kept_params
-from zeroshard.zero.unit_choice import UnitChoice, choose_units, partition_of
+from zeroshard.zero.unit_choice import UnitChoice, partition_of
 
 COMPILED = "compiled", "in pieces"  # kinds of ``device_type``
 SCRATCH = -1  # stands for a storage that an operation allocates and frees
@@ -108,7 +113,7 @@ def trace_language_model(
     """
     computing = Computing(**how)
     units = list(model.blocks) if blocks_alone else model.units
-    if not _is_as_built(model):
+    if not is_as_built(model):
         inputs = tokens_and_targets(seq_len // computing.sequence_parallel)
         return trace_model(model, micro_batch, units, inputs, precision, **how)
     dtype = next(param.dtype for param in model.parameters())
@@ -139,7 +144,7 @@ def have_the_same(blocks: Iterable[nn.Module]) -> bool:
     return len({tuple(name for name, _ in block.named_parameters()) for block in blocks}) == 1
 
 
-def _is_as_built(model: LanguageModel) -> bool:
+def is_as_built(model: LanguageModel) -> bool:
     """Whether all parameters have one dtype and those train that a newly built model trains: only adapters, or all."""
     dtype = next(param.dtype for param in model.parameters())
     trained = [is_adapter(name) or model.lora is None for name, _ in model.named_parameters()]
@@ -162,18 +167,25 @@ def _traced(
     blocks_alone: bool,
     depth: int,
 ) -> Trace:
-    with torch.device("meta"):
-        overrides = {**dict(changes), "n_layer": depth}
-        model = build_model(name, overrides=overrides, kernels=kernels, lora=lora, for_plan=True)
-    model.matmul = matmul
-    model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
-    inputs = tokens_and_targets(seq_len // computing.sequence_parallel)
-    units = list(model.blocks) if blocks_alone else model.units
-    how = model, micro_batch, units, inputs, precision, computing
+    def traced_on(without_values: AbstractContextManager[object], model: LanguageModel) -> Trace:
+        units = list(model.blocks) if blocks_alone else model.units
+        inputs = tokens_and_targets(seq_len // computing.sequence_parallel)
+        return _trace(without_values, model, micro_batch, units, inputs, precision, computing, copied=False)
+
+    def built() -> LanguageModel:
+        with torch.device("meta"):
+            overrides = {**dict(changes), "n_layer": depth}
+            model = build_model(name, overrides=overrides, kernels=kernels, lora=lora, for_plan=True)
+        model.matmul = matmul
+        model.eos_id = eos_id  # the document mask, and the tensors that each block's attention makes of it
+        return model
+
+    model = built()
     if computing.autocast is None and serves(model, precision, computing.device_type):
         with suppress(NotServedError):
-            return _trace(on_meta(), *how)
-    return _trace(_fakes(), *how)
+            return traced_on(on_meta(), model)
+        model = built()  # the trace has changed the other one
+    return traced_on(_fakes(), model)
 
 
 def tokens_and_targets(seq_len: int) -> Inputs:
@@ -233,10 +245,13 @@ def _trace(
     inputs: Inputs,
     precision: MixedPrecision,
     computing: Computing,
+    *,
+    copied: bool = True,
 ) -> Trace:
+    """The trace; unless the model is ``copied``, it is changed."""
     device_type, autocast, num_sharing = computing.device_type, computing.autocast, computing.sequence_parallel
     with without_values:
-        fake, chosen = _fake(model, units, precision)
+        fake, chosen = without_values_of(model, units, precision, copied=copied)
         known = described(fake)
         if device_type != "cpu":
             fuse_dropout(fake, known.blocks)
@@ -286,28 +301,6 @@ def _period(recomputed: str) -> int:
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _fake(
-    model: nn.Module, units: UnitChoice | None, precision: MixedPrecision
-) -> tuple[nn.Module, list[nn.Module] | None]:
-    """A copy of ``model`` without values, in the compute dtypes, and its copies of ``units``."""
-    places = {module: name for name, module in model.named_modules()}
-    chosen = None if units is None else choose_units(model, units)
-    for module in chosen or []:
-        if module not in places:
-            partition_of(model, chosen)  # raises an error that says what is wrong with it
-    memo: dict[int, Any] = {}
-    kept = kept_params(model, precision)
-    for param in model.parameters():
-        dtype = param.dtype if param in kept else precision.compute_dtype(param.dtype)
-        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype), requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    fake = copy.deepcopy(model, memo)
-    cast_around(fake, precision)
-    modules = dict(fake.named_modules())
-    return fake, None if chosen is None else [modules[places[module]] for module in chosen]
 
 
 @contextmanager
@@ -390,9 +383,9 @@ class _Log:
         """Record that a storage was allocated (``change`` bytes) or freed (negative)."""
         self._entries.append((storage, change))
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, alike: Alike | None) -> None:
         """Record what an operation that has run costs, if it costs anything."""
-        work = work_of(func, args, kwargs, result)
+        work = work_of(func, args, kwargs, result, alike)
         if work is None:
             return
         if self._on_gpu and (self._region is None or work.attention):  # compiled sums keep none

@@ -9,6 +9,7 @@ tests compare the two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from zeroshard.models import LanguageModel
 from zeroshard.zero import MixedPrecision
+from zeroshard.zero.kept_modules import cast_around, kept_params
+from zeroshard.zero.unit_choice import UnitChoice, choose_units, partition_of
 
 
 class NotServedError(Exception):
@@ -47,6 +50,38 @@ def on_meta() -> Generator[None]:
     """Create tensors on the meta device in this block, and compute attention with the CPU's fused kernel."""
     with torch.device("meta"), _FusedAttention():
         yield
+
+
+def without_values_of(
+    model: nn.Module, units: UnitChoice | None, precision: MixedPrecision, *, copied: bool
+) -> tuple[nn.Module, list[nn.Module] | None]:
+    """A copy of ``model`` without values, in the compute dtypes, and its copies of ``units``.
+
+    Unless it is ``copied``, a model without values is changed to these dtypes itself.
+    """
+    places = {module: name for name, module in model.named_modules()}
+    chosen = None if units is None else choose_units(model, units)
+    for module in chosen or []:
+        if module not in places:
+            partition_of(model, chosen)  # raises an error that says what is wrong with it
+    memo: dict[int, Any] = {}
+    kept = kept_params(model, precision)
+    as_it_is = not copied and torch.empty(0).is_meta  # fake tensors are of another kind
+    for param in model.parameters():
+        dtype = param.dtype if param in kept else precision.compute_dtype(param.dtype)
+        if as_it_is:
+            param.data = param.data.to(dtype)
+            continue
+        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=dtype), requires_grad=param.requires_grad)
+    if as_it_is:
+        cast_around(model, precision)
+        return model, chosen
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    fake = copy.deepcopy(model, memo)
+    cast_around(fake, precision)
+    modules = dict(fake.named_modules())
+    return fake, None if chosen is None else [modules[places[module]] for module in chosen]
 
 
 def in_recomputations(model: nn.Module, blocks: Iterable[nn.Module]) -> None:

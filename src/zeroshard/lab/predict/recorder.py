@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,18 @@ from torch.utils._pytree import tree_leaves
 
 MOST_KNOWN = 20_000  # results that are remembered at once
 OnChange = Callable[[int, int], None]  # called with a storage's number and its change in bytes
-Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+@dataclass(slots=True)
+class Alike:
+    """Calls of an operator on tensors of the same shapes, strides and dtypes: what they return, and what each costs."""
+
+    several: bool  # whether it is a tuple of tensors
+    facts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]  # of each tensor, which is a new one
+    work: Any = ...  # a `zeroshard.lab.predict.work.Work` or None; ``...``: nobody has asked
+
+
+Ran = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Alike | None], None]
 
 
 class StorageEvents(TorchDispatchMode):
@@ -27,7 +39,8 @@ class StorageEvents(TorchDispatchMode):
 
     Args:
         on_change: called with the storage's number and its bytes, which are negative if it is freed.
-        ran: called after each operation, with the operator, its arguments and its result.
+        ran: called after each operation, with the operator, its arguments, its result and the calls that are alike, if
+            they are remembered.
     """
 
     def __init__(self, on_change: OnChange, ran: Ran | None = None) -> None:
@@ -54,12 +67,12 @@ class StorageEvents(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = _result(func, args, kwargs)
+        result, alike = _result(func, args, kwargs)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._know(leaf.untyped_storage())
         if self._ran is not None:
-            self._ran(func, args, kwargs, result)
+            self._ran(func, args, kwargs, result, alike)
         return result
 
     def _know(self, storage: torch.UntypedStorage, *, silent: bool = False) -> None:
@@ -83,11 +96,10 @@ class _Unknown(Exception):
     """What an operation returns cannot be told from a key."""
 
 
-_Facts = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_known: dict[Any, tuple[bool, list[_Facts]]] = {}  # whether it is a tuple, and the facts of each tensor
+_known: dict[Any, Alike] = {}
 
 
-def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Alike | None]:
     """``func(*args, **kwargs)``; on the meta device new tensors like those that the same call has returned before.
 
     torch computes shapes there in Python, and the blocks of a model, and its traces, have the same ones.
@@ -97,18 +109,19 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except _Unknown:
         key = None
     if key is None:
-        return func(*args, **kwargs)
-    if (known := _known.get(key)) is not None:
-        several, facts = known
-        made = tuple(_new(*each) for each in facts)
-        return made if several else made[0]
+        return func(*args, **kwargs), None
+    if (alike := _known.get(key)) is not None:
+        made = tuple(_new(*each) for each in alike.facts)
+        return made if alike.several else made[0], alike
     result = func(*args, **kwargs)
     tensors = result if isinstance(result, tuple) else (result,)
-    if _are_new(tensors, (*args, *kwargs.values())):
-        if len(_known) >= MOST_KNOWN:
-            _known.clear()
-        _known[key] = isinstance(result, tuple), [(each.shape, each.stride(), each.dtype) for each in tensors]
-    return result
+    if not _are_new(tensors, (*args, *kwargs.values())):
+        return result, None
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    facts = [(each.shape, each.stride(), each.dtype) for each in tensors]
+    alike = _known[key] = Alike(isinstance(result, tuple), facts)
+    return result, alike
 
 
 def _new(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -124,11 +137,13 @@ def _makes_tensors(func: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """What a result on the meta device depends on; 1, 1.0 and True are different."""
+    """What a result on the meta device and its cost depend on; 1, 1.0 and True are different."""
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, torch.nn.Parameter) or not value.is_meta or value.is_complex():
             raise _Unknown
-        return value.shape, value.stride(), value.dtype
+        # a tensor that is expanded has fewer bytes than its shape says
+        num_bytes = None if value.is_contiguous() else value.untyped_storage().nbytes()
+        return value.shape, value.stride(), value.dtype, num_bytes
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     if value is None or isinstance(value, int | float | str | torch.dtype | torch.device | torch.memory_format):

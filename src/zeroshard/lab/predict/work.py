@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from zeroshard.kernels.linear_cross_entropy import VOCAB_MULTIPLE
+from zeroshard.lab.predict.recorder import Alike
 from zeroshard.train.profiling.devices import FP8, Layout
 
 
@@ -49,8 +50,21 @@ _SOFTMAXES = {_aten._log_softmax, _aten._log_softmax_backward_data, _aten._softm
 _GELUS = {_aten.gelu, _aten.gelu_backward}
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
-    """The cost of an operator call; None for one that only makes a view or allocates memory."""
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, alike: Alike | None = None
+) -> Work | None:
+    """The cost of an operator call; None for one that only makes a view or allocates memory.
+
+    ``alike``: the calls that cost the same, for which it is computed once.
+    """
+    if alike is None:
+        return _work_of(func, args, kwargs, result)
+    if alike.work is ...:
+        alike.work = _work_of(func, args, kwargs, result)
+    return alike.work
+
+
+def _work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
     if func in _FREE or func.is_view:
         return None
     packet = func._overloadpacket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,7 +17,13 @@ from zeroshard.lab.predict.actions import Step
 from zeroshard.lab.predict.buffers import Buffer, buffers_of
 from zeroshard.lab.predict.memory import OPTIMIZER_STATES, OptimizerState
 from zeroshard.lab.predict.model_spans import Trace
-from zeroshard.lab.predict.model_trace import Inputs, tokens_and_targets, trace_language_model, trace_model
+from zeroshard.lab.predict.model_trace import (
+    Inputs,
+    is_as_built,
+    tokens_and_targets,
+    trace_language_model,
+    trace_model,
+)
 from zeroshard.models import LanguageModel, build_model
 from zeroshard.models.adapters import Lora
 from zeroshard.models.plain_module import PlainModule, described
@@ -65,6 +72,8 @@ class Workload:
     frozen_format: FrozenFormat | None = None
     # steps that were predicted, by what they depend on besides: plans of one question differ in device and links only
     steps: dict[tuple[Any, ...], Step] = field(default_factory=dict)
+    # bytes of weights and states that stay on the device, by what they depend on besides
+    held: dict[tuple[Any, ...], int] = field(default_factory=dict, repr=False)
     _traces: dict[tuple[int, str, bool], Trace] = field(default_factory=dict)
     _buffers: dict[tuple[int, bool, int | None, MixedPrecision], list[Buffer]] = field(default_factory=dict)
     _changed: dict[tuple[Any, ...], Workload] = field(default_factory=dict, repr=False)  # by what was changed
@@ -216,10 +225,16 @@ class Workload:
         of_rank = self.precision, self.sequence_parallel, self.autocast, form
         key = name, *sorted({**changes, **overrides}.items()), *how.values(), known.matmul, of_rank
         if key not in self._changed:
-            model, length = preset(name, {**changes, **overrides}, **how)
+            given = {**changes, **overrides}
+            alike = overrides.keys() <= {"activation_checkpointing", "tiles"} and self.ours
+            model, length = (preset_like(self.model, name, given, **how) if alike else None) or preset(
+                name, given, **how
+            )
             model.matmul = known.matmul
             rows = tokens_and_targets(length // self.sequence_parallel)
-            own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}, "frozen_format": form}
+            own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}, "held": {}, "frozen_format": form}
+            if form == self.frozen_format and next(model.parameters()) is next(self.model.parameters()):
+                own |= {"_buffers": self._buffers, "held": self.held}  # these are the same, too
             self._changed[key] = replace(self, model=model, units=model.units, inputs=rows, seq_len=length, **own)
         return self._changed[key]
 
@@ -258,6 +273,27 @@ def preset(
     model.eos_id = 0 if document_mask else None
     model.check_seq_len(length)
     return model, length
+
+
+FEW = 4  # blocks of a model that is built to see whether settings go together
+
+
+def preset_like(
+    model: nn.Module, name: str, overrides: Mapping[str, object], **how: Any
+) -> tuple[LanguageModel, int] | None:
+    """As `preset`, for overrides that change no parameter of ``model``, whose modules the result has.
+
+    So nothing of it may run; what is traced is built anew. None: ``model`` is another one than a preset's.
+    """
+    known, config = cast("LanguageModel", model), model_config(name, overrides=overrides)
+    few, length = preset(name, {**overrides, "n_layer": min(FEW, config.n_layer)}, **how)
+    facts = [(type(each), each.lora, each.kernels, next(each.parameters()).dtype) for each in (known, few)]
+    if facts[0] != facts[1] or not is_as_built(known):
+        return None
+    found: Any = copy.copy(known)
+    found._config = config if config.seq_len == few.config.seq_len else replace(config, seq_len=few.config.seq_len)
+    found.eos_id = few.eos_id
+    return (found, length) if found.config is found._config else None
 
 
 def known_optimizer(name: str, state_format: str = "fp32") -> str:
