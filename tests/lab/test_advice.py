@@ -1,5 +1,6 @@
 """What a plan advises where nothing fits, held against an exhaustive search over the same levers."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -9,8 +10,11 @@ from lab.small_plans import SMALL, small_gpu
 from zeroshard.host.errors import UserError
 from zeroshard.lab.planner.changes import LORA_RANK, found_by_fit
 from zeroshard.lab.planner.fit import every_lever, flags_of, with_levers
+from zeroshard.lab.planner.plan import plan
 from zeroshard.lab.planner.planner import planner_for
 from zeroshard.lab.planner.ways import Ways
+from zeroshard.lab.predict import engine, model_trace
+from zeroshard.models import llama
 from zeroshard.models.adapters import Lora
 from zeroshard.train.profiling.devices import DEVICES
 
@@ -100,3 +104,30 @@ def test_what_is_listed_for_real_models_is_what_the_search_finds(question):
     """`held_against_the_search` asserts it."""
     pytest.importorskip("peft")
     held_against_the_search(real(question))
+
+
+def test_where_nothing_helps_no_lever_is_planned_to_its_row(monkeypatch):
+    """The table's row is recorded, and no other; three further traces say that no number of GPUs is enough.
+
+    A job with another recomputation or length is not built anew: four blocks of it are, to be checked.
+    """
+    pytest.importorskip("peft")
+    num = Counter()
+
+    def counted(module, name, what):
+        inner = getattr(module, name)
+
+        def call(*args, **kwargs):
+            num[what] += 1
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(model_trace, "_trace", "traces")
+    counted(engine, "_Engine", "recordings")
+    counted(llama, "Block", "blocks")
+    gpu = replace(small_gpu(2**18), device_type="cuda")
+    found = plan("llama-tiny", gpu=gpu, overrides={**SMALL, "n_layer": 31, "seq_len": 72})
+    assert found.advice.endswith("no single change helps: take a larger GPU or a smaller model.")
+    assert (num["traces"], num["recordings"]) == (4, 1)
+    assert num["blocks"] <= 140  # 31 of the job, 31 with adapters

@@ -2,6 +2,7 @@ import torch
 
 from zeroshard.lab.predict import recorder
 from zeroshard.lab.predict.recorder import StorageEvents
+from zeroshard.lab.predict.work import work_of
 
 ATEN = torch.ops.aten
 
@@ -28,3 +29,19 @@ def test_what_is_remembered_of_an_operation_is_what_it_returns(monkeypatch):
     assert runs[:3] == runs[3:]
     assert runs[0] != runs[1]  # a product of integers and a fraction is no integer
     assert 0 < remembered < 20
+
+
+def test_what_is_remembered_of_an_operations_cost_is_what_it_costs():
+    """An expanded tensor has fewer bytes than another one of its shape and strides, and so does a cost."""
+    row, costs = torch.empty(1, 4, device="meta"), []
+
+    def ran(func, args, kwargs, result, alike):
+        costs.append((work_of(func, args, kwargs, result, alike), work_of(func, args, kwargs, result), alike))
+
+    with StorageEvents(lambda *_: None, ran):
+        for _ in range(2):
+            for x in (row.expand(512, 4), torch.empty_strided((512, 4), (0, 1), device="meta")[:2], row, row.t()):
+                x + 1
+                x.cos()
+    assert all(remembered == computed for remembered, computed, _ in costs)
+    assert sum(alike is not None for *_, alike in costs) >= 16
