@@ -66,7 +66,8 @@ def without_values_of(
             partition_of(model, chosen)  # raises an error that says what is wrong with it
     memo: dict[int, Any] = {}
     kept = kept_params(model, precision)
-    as_it_is = not copied and torch.empty(0).is_meta  # fake tensors are of another kind
+    # fake tensors are of another kind, and buffers that have values are copied to what has none
+    as_it_is = not copied and torch.empty(0).is_meta and all(buffer.is_meta for buffer in model.buffers())
     for param in model.parameters():
         dtype = param.dtype if param in kept else precision.compute_dtype(param.dtype)
         if as_it_is:

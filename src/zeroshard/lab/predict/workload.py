@@ -285,7 +285,7 @@ def preset_like(
 
     So nothing of it may run; what is traced is built anew. None: ``model`` is another one than a preset's.
     """
-    known, config = cast("LanguageModel", model), model_config(name, overrides=overrides)
+    known, config = cast("LanguageModel", model), cast("Any", model_config(name, overrides=overrides))
     few, length = preset(name, {**overrides, "n_layer": min(FEW, config.n_layer)}, **how)
     facts = [(type(each), each.lora, each.kernels, next(each.parameters()).dtype) for each in (known, few)]
     if facts[0] != facts[1] or not is_as_built(known):
