@@ -32,7 +32,7 @@ def test_what_is_remembered_of_an_operation_is_what_it_returns(monkeypatch):
 
 
 def test_what_is_remembered_of_an_operations_cost_is_what_it_costs():
-    """An expanded tensor has fewer bytes than another one of its shape and strides, and so does a cost."""
+    """Two expanded tensors of one shape and the same strides have the bytes of their storages, and so do costs."""
     row, costs = torch.empty(1, 4, device="meta"), []
 
     def ran(func, args, kwargs, result, alike):
@@ -40,8 +40,8 @@ def test_what_is_remembered_of_an_operations_cost_is_what_it_costs():
 
     with StorageEvents(lambda *_: None, ran):
         for _ in range(2):
-            for x in (row.expand(512, 4), torch.empty_strided((512, 4), (0, 1), device="meta")[:2], row, row.t()):
+            for x in (row.expand(512, 4), torch.empty(8, 4, device="meta")[:1].expand(512, 4), row.t()):
                 x + 1
                 x.cos()
     assert all(remembered == computed for remembered, computed, _ in costs)
-    assert sum(alike is not None for *_, alike in costs) >= 16
+    assert sum(alike is not None for *_, alike in costs) >= 12
