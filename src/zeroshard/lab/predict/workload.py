@@ -226,10 +226,10 @@ class Workload:
         key = name, *sorted({**changes, **overrides}.items()), *how.values(), known.matmul, of_rank
         if key not in self._changed:
             given = {**changes, **overrides}
-            alike = overrides.keys() <= {"activation_checkpointing", "tiles"} and self.ours
-            model, length = (preset_like(self.model, name, given, **how) if alike else None) or preset(
-                name, given, **how
-            )
+            found = None
+            if self.ours and overrides.keys() <= {"activation_checkpointing", "tiles"}:
+                found = preset_like(self.model, name, given, **how)
+            model, length = found or preset(name, given, **how)
             model.matmul = known.matmul
             rows = tokens_and_targets(length // self.sequence_parallel)
             own: dict[str, Any] = {"steps": {}, "_traces": {}, "_buffers": {}, "held": {}, "frozen_format": form}
