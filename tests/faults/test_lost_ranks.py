@@ -124,9 +124,12 @@ def test_a_rank_that_dies_under_a_strategy_of_pytorchs_ends_the_others_with_a_li
     assert [status for status, _ in endings] == [4, 4], endings
     said = [err for _, err in endings if err]
     assert said, endings
-    for err in said:  # on a busy machine nobody may be found silent in time to be named
+    for (
+        err
+    ) in said:  # on a busy machine nobody may be found silent in time to be named, or the watch is the first to say
         why = r"(rank \d\b[^\n]* is gone\b|a collective failed: a peer was lost)"
-        assert re.fullmatch(rf"error: rank \d: {why}[^\n]*; start again with --resume auto\n", err), endings
+        line = rf"rank \d: {why}[^\n]*; start again with --resume auto|rank {culprit} has not answered for 8 s[^\n]*"
+        assert re.fullmatch(rf"error: ({line})\n", err), endings
 
 
 @pytest.mark.slow
