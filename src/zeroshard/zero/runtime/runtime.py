@@ -252,7 +252,7 @@ class Runtime(Passes[FlatGroup]):
 
 
 def _of_several(forwards: Forwards, begun: Forward, comm: Communicator | None) -> list[Forward]:
-    """Those of the outstanding forwards that a backward goes through, collective with ``comm``: [Note: Several forwards].
+    """Those of the outstanding forwards that a backward goes through: [Note: Several forwards]. Collective with ``comm``.
 
     A rank votes for the place of ``begun`` (-1: it is not outstanding), then for each outstanding forward whether its
     graph is left. The maxima over ranks decide: those up to that place of which any rank has a graph.
