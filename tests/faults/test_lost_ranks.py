@@ -124,9 +124,7 @@ def test_a_rank_that_dies_under_a_strategy_of_pytorchs_ends_the_others_with_a_li
     assert [status for status, _ in endings] == [4, 4], endings
     said = [err for _, err in endings if err]
     assert said, endings
-    for (
-        err
-    ) in said:  # on a busy machine nobody may be found silent in time to be named, or the watch may say it first
+    for err in said:  # on a busy machine nobody may be found silent in time to be named, or the watch may say it first
         why = r"(rank \d\b[^\n]* is gone\b|a collective failed: a peer was lost)"
         line = rf"rank \d: {why}[^\n]*; start again with --resume auto|rank {culprit} has not answered for 8 s[^\n]*"
         assert re.fullmatch(rf"error: ({line})\n", err), endings

@@ -252,10 +252,11 @@ class Runtime(Passes[FlatGroup]):
 
 
 def _of_several(forwards: Forwards, begun: Forward, comm: Communicator | None) -> list[Forward]:
-    """Those of the outstanding forwards that a backward goes through: [Note: Several forwards]. Collective with ``comm``.
+    """Those of the outstanding forwards that a backward goes through; collective with ``comm``.
 
-    A rank votes for the place of ``begun`` (-1: it is not outstanding), then for each outstanding forward whether its
-    graph is left. The maxima over ranks decide: those up to that place of which any rank has a graph.
+    [Note: Several forwards]. A rank votes for the place of ``begun`` (-1: it is not outstanding), then for each
+    outstanding forward whether its graph is left. The maxima over ranks decide: those up to that place of which any
+    rank has a graph.
     """
     outstanding = forwards.outstanding
     votes = [outstanding.index(begun.index) if begun.index in outstanding else -1]
