@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.host.torch_internals import own_parameters
 from zeroshard.kernels import Choice
 from zeroshard.models.base import next_token_loss, projected_loss
 
@@ -78,7 +79,7 @@ def with_embedding_and_head(
     """
     holders: dict[int, int] = {}
     for module in model.modules():
-        for param in module.parameters(recurse=False):
+        for param in own_parameters(module).values():
             holders[id(param)] = holders.get(id(param), 0) + 1
 
     def alone(module: nn.Module | None) -> list[nn.Module]:

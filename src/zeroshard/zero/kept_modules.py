@@ -34,6 +34,8 @@ def kept_params(model: nn.Module, precision: MixedPrecision) -> frozenset[Tensor
     Raises:
         ValueError: a name or class that no module has; a parameter that is not fp32, or that other modules have, too.
     """
+    if not precision.keep_in_fp32_modules:
+        return frozenset()
     outermost = _outermost(model, precision.keep_in_fp32_modules)
     inside = {part for module in outermost.values() for part in module.modules()}
     kept = {param for part in inside for param in own_parameters(part).values() if param is not None}

@@ -147,9 +147,10 @@ def have_the_same(blocks: Iterable[nn.Module]) -> bool:
 def is_as_built(model: LanguageModel) -> bool:
     """Whether all parameters have one dtype and those train that a newly built model trains: only adapters, or all."""
     dtype = next(param.dtype for param in model.parameters())
-    trained = [is_adapter(name) or model.lora is None for name, _ in model.named_parameters()]
-    params = zip(model.parameters(), trained, strict=True)
-    return all(param.requires_grad == trains and param.dtype == dtype for param, trains in params)
+    return all(
+        param.requires_grad == (model.lora is None or is_adapter(name)) and param.dtype == dtype
+        for name, param in model.named_parameters()
+    )
 
 
 @lru_cache(maxsize=256)  # the rows of a plan, and several plans, ask for the same micro-batch

@@ -177,8 +177,9 @@ def partition(model: nn.Module, units: Iterable[nn.Module]) -> list[UnitSpec]:
         if (module, home.name) in visited:  # a module may be registered in several places
             return
         visited.add((module, home.name))
-        for param in module.parameters(recurse=False):
-            homes[param] = home if homes.get(param, home) is home else root
+        for param in own_parameters(module).values():
+            if param is not None:
+                homes[param] = home if homes.get(param, home) is home else root
         for child in module.children():
             walk(child, home)
 
