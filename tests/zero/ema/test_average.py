@@ -195,13 +195,15 @@ def test_no_step_by_gradients_of_the_average(stage):
             loss = model(_rows(3)).square().mean()
         with pytest.raises(RuntimeError, match=r"^step: these are gradients of the averages, from a backward inside"):
             optim.step()
-        for param in model.parameters():
-            param.grad = torch.ones(param.shape)  # gradients of the user's own may be stepped by
-        optim.step()
         optim.zero_grad()
         _steps(model, optim, ema, range(2, 3))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        with ema.weights():
+            model(_rows(2)).square().mean().backward()
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape)  # gradients of the user's own may be stepped by
+        optim.step()
 
     run_threads(rank_main, 2)
 
