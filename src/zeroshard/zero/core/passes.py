@@ -142,12 +142,11 @@ class Passes(Generic[AnyGroup]):
         self.shard_params = any(group.params.shard_params for group in self.groups())
         self.shard_grads = several and strategy.grads is SHARD
         self.reshard_after_forward = strategy.reshard_after_forward
-        # Stale weights that stay unsharded need no more memory if they are gathered at once.
-        self.num_ahead = self.prefetch if self.shard_params else len(self.order)
+        self.num_ahead = len(self.order)  # stale weights that stay unsharded need no more memory if gathered at once
         self.apply_num_ahead()
 
     def apply_num_ahead(self) -> None:
-        """Gather units in their turn also where weights stay unsharded, if their masters change during forward."""
+        """Gather units in their turn where weights are sharded, or their masters change during forward."""
         if self.gathers_in_turn or self.shard_params:
             self.num_ahead = 0 if self.gathers_behind else self.prefetch
         self.shard_grads = self.shard_grads or self.grads_leave
