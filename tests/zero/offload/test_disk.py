@@ -280,9 +280,11 @@ def test_what_was_written_may_be_read_in_its_slot_until_another_unit_has_that(pa
         found = pool.submit(read)
         assert entered.wait(600)
         taking = pool.submit(lambda: (states.read(UNITS[2]), taken.set()))  # the next one is read ahead
-        with pytest.raises(TimeoutError):
-            taking.result(0.1)
-        left.set()
+        try:
+            with pytest.raises(TimeoutError):
+                taking.result(0.1)
+        finally:
+            left.set()
         assert same(found.result(60), [tensor + 1 for tensor in tensors(0)])
         taking.result(60)
     with states.in_memory(UNITS[0]) as copies:
