@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 
 from nets import Net, rows
 from ranks import RankError
-from zeroshard.comm import TorchCommunicator
+from zeroshard.comm import RingCommunicator, SharedMemoryCommunicator, TorchCommunicator
 from zeroshard.zero import Zero
 
 OF_GRAD = r"^param.grad: a collective of torch.distributed would write into it, and it is averaged over the ranks alr"
@@ -70,6 +70,24 @@ def _all(comm) -> None:
     plain, *others = [_agree(stage, comm) for stage in range(4)]
     assert all((value == 1).all() for value in plain[1].values())
     assert all(str(other) == str(plain) for other in others)
+
+
+def _given_to_ours(comm) -> None:
+    net = Net()
+    Zero(net, 3, comm=comm)
+    net(rows(comm.rank)).sum().backward()
+    for own in (SharedMemoryCommunicator(), RingCommunicator()):
+        with pytest.raises(ValueError, match=r"^ShardedGrad: .* moves plain tensors; give it this one's full_tensor"):
+            own.all_reduce(net.first.weight.grad)
+        own.close()
+
+
+def test_our_own_communicators_refuse_a_sharded_gradient_which_would_wait_for_itself(gloo_ranks):
+    """`_given_to_ours` asserts, on each rank."""
+    try:
+        gloo_ranks(2).run(_given_to_ours)
+    except RankError as error:
+        pytest.fail(str(error))
 
 
 def test_a_collective_of_the_users_own_is_right_or_one_line(gloo_ranks):

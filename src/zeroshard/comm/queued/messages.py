@@ -73,7 +73,10 @@ def own_store(parent: dist.ProcessGroup) -> dist.Store:
 
 
 def require_cpu(who: str, *tensors: Tensor) -> None:
-    """Raise ValueError for a tensor that is not on the CPU."""
+    """Raise ValueError for a tensor that is not on the CPU, or whose operations a subclass runs itself."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ValueError(f"device: {who} moves CPU tensors, not {tensor.device}'s; use TorchCommunicator for those")
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # the worker would wait for collectives of it
+            raise ValueError(f"{kind.__name__}: {who} moves plain tensors; give it this one's full_tensor(), or a copy")
